@@ -1,0 +1,1 @@
+"""Launchers: the compiled CPU kernels, and where the kernel text lives."""

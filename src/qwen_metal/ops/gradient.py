@@ -1,0 +1,56 @@
+"""Gradients of fused operations: forward by the kernel, backward by the stock path.
+
+A custom kernel has no gradient of its own, and users call ``mx.grad`` on
+models in eval mode too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Sequence
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+
+def stock_gradient(
+    fast: Callable, reference: Callable, arguments: Sequence[Any]
+) -> Any:
+    """``fast(*arguments)``, differentiable as ``reference(*arguments)``.
+
+    Args:
+        fast: the fused route; takes the arguments, returns a list of arrays.
+        reference: plain MLX operations of the same meaning and outputs.
+        arguments: trees of arrays (None and numbers may stand in them).
+
+    Packed integer weights get a zero gradient, as they have none.
+    """
+    leaves = tree_flatten(list(arguments))
+    where = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, mx.array)]
+    arrays = [leaves[i][1] for i in where]
+    floating = [i for i, a in enumerate(arrays) if mx.issubdtype(a.dtype, mx.floating)]
+
+    def rebuild(values):
+        filled = list(leaves)
+        for i, value in zip(where, values):
+            filled[i] = (filled[i][0], value)
+        return tree_unflatten(filled)
+
+    @mx.custom_function
+    def run(*values):
+        return fast(*rebuild(values))
+
+    @run.vjp
+    def backward(primals, cotangents, _):
+        def of_floats(*floats):
+            values = list(primals)
+            for i, value in zip(floating, floats):
+                values[i] = value
+            return reference(*rebuild(values))
+
+        _, gradients = mx.vjp(of_floats, [primals[i] for i in floating], cotangents)
+        full = [mx.zeros_like(p) for p in primals]
+        for i, gradient in zip(floating, gradients):
+            full[i] = gradient
+        return tuple(full)
+
+    return run(*arrays)

@@ -1,0 +1,78 @@
+"""Which route served each operation: counted, so that no fallback goes unheard of."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from typing import Iterator
+
+
+class Unsupported(ValueError):
+    """A call no fast route serves, raised with the reason under ``strict``."""
+
+
+_lock = threading.Lock()
+_counts: Counter = Counter()
+_reasons: Counter = Counter()
+_local = threading.local()
+
+
+def fast(op: str, route: str) -> None:
+    """Count one call of ``op`` served by the fast ``route`` (``cpu``, ``metal``...)."""
+    with _lock:
+        _counts[op, route] += 1
+
+
+def stock(op: str, reason: str) -> None:
+    """Count one call of ``op`` served by the stock path, with the reason.
+
+    Raises:
+        Unsupported: inside ``strict()``, naming the operation and the reason.
+    """
+    if getattr(_local, "strict", False):
+        raise Unsupported(f"{op}: {reason}")
+    with _lock:
+        _counts[op, "stock"] += 1
+        _reasons[op, reason] += 1
+
+
+@contextlib.contextmanager
+def strict(on: bool) -> Iterator[None]:
+    """Within it, on this thread, a call the stock path would serve raises."""
+    before = getattr(_local, "strict", False)
+    _local.strict = on
+    try:
+        yield
+    finally:
+        _local.strict = before
+
+
+def routes(reset: bool = False) -> dict[str, dict]:
+    """Calls by operation and route since the start or the last reset.
+
+    Args:
+        reset: start counting anew after this answer.
+
+    Returns:
+        ``{op: {"cpu": calls, "stock": calls, "reasons": {reason: calls}}}``;
+        a key stands only where it counted something. Counts are of calls in
+        Python: inside ``mx.compile`` a call counts once a trace.
+    """
+    with _lock:
+        answer: dict[str, dict] = {}
+        for (op, route), calls in sorted(_counts.items()):
+            answer.setdefault(op, {})[route] = calls
+        for (op, reason), calls in sorted(_reasons.items()):
+            answer[op].setdefault("reasons", {})[reason] = calls
+        if reset:
+            _counts.clear()
+            _reasons.clear()
+    return answer
+
+
+def fast_share(counts: dict[str, dict]) -> float:
+    """Share (0-1) of the calls in a ``routes()`` answer that fast routes served."""
+    calls = [(r, n) for v in counts.values() for r, n in v.items() if r != "reasons"]
+    total = sum(n for _, n in calls)
+    return sum(n for r, n in calls if r != "stock") / total if total else 0.0
