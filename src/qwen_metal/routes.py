@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from typing import Iterator
+from typing import Callable, Iterator
 
 
 class Unsupported(ValueError):
@@ -18,10 +18,15 @@ _reasons: Counter = Counter()
 _local = threading.local()
 
 
+def _counters() -> tuple[Counter, Counter]:
+    """Calls and reasons to count into: this thread's own within ``separate()``."""
+    return getattr(_local, "apart", None) or (_counts, _reasons)
+
+
 def fast(op: str, route: str) -> None:
     """Count one call of ``op`` served by the fast ``route`` (``cpu``, ``metal``...)."""
     with _lock:
-        _counts[op, route] += 1
+        _counters()[0][op, route] += 1
 
 
 def stock(op: str, reason: str) -> None:
@@ -33,8 +38,9 @@ def stock(op: str, reason: str) -> None:
     if getattr(_local, "strict", False):
         raise Unsupported(f"{op}: {reason}")
     with _lock:
-        _counts[op, "stock"] += 1
-        _reasons[op, reason] += 1
+        counts, reasons = _counters()
+        counts[op, "stock"] += 1
+        reasons[op, reason] += 1
 
 
 @contextlib.contextmanager
@@ -46,6 +52,17 @@ def strict(on: bool) -> Iterator[None]:
         yield
     finally:
         _local.strict = before
+
+
+@contextlib.contextmanager
+def separate() -> Iterator[Callable[[], dict]]:
+    """Count this thread's calls within it apart; gives a ``routes()`` of them."""
+    before = getattr(_local, "apart", None)
+    _local.apart = (Counter(), Counter())
+    try:
+        yield routes
+    finally:
+        _local.apart = before
 
 
 def routes(reset: bool = False) -> dict[str, dict]:
@@ -60,14 +77,15 @@ def routes(reset: bool = False) -> dict[str, dict]:
         Python: inside ``mx.compile`` a call counts once a trace.
     """
     with _lock:
+        counts, reasons = _counters()
         answer: dict[str, dict] = {}
-        for (op, route), calls in sorted(_counts.items()):
+        for (op, route), calls in sorted(counts.items()):
             answer.setdefault(op, {})[route] = calls
-        for (op, reason), calls in sorted(_reasons.items()):
+        for (op, reason), calls in sorted(reasons.items()):
             answer[op].setdefault("reasons", {})[reason] = calls
         if reset:
-            _counts.clear()
-            _reasons.clear()
+            counts.clear()
+            reasons.clear()
     return answer
 
 

@@ -1,0 +1,183 @@
+"""The decoder: embedding, layers, final norm and head, for all four families."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import qwen3_5, qwen3_moe, qwen3_next
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, QuantizedKVCache
+
+from .. import routes
+from ..ops.embed import embed
+from ..ops.matrix import Matrix
+from ..ops.projections import projections
+from ..routes import Unsupported
+from .attention import GatedAttention, PlainAttention, attention
+from .deltanet import GatedDeltaNet, InterleavedGatedDeltaNet, gated_delta_net
+from .moe import Mlp, PlainMlp, PlainSparseMoe, SparseMoe, feed_forward
+from .state import FROM_CACHE, check_plain, norm_of, state_of, stock_class
+
+#: Caches whose state carries over a prompt cut anywhere.
+CHUNKABLE = (KVCache, QuantizedKVCache, BatchKVCache, ArraysCache)
+
+
+class Layer(qwen3_5.DecoderLayer):
+    """Fused decoder layer of Qwen3.5."""
+
+    def __call__(self, x, mask=None, cache=None) -> mx.array:
+        return layer(self, x, mask, cache)
+
+
+class NextLayer(qwen3_next.Qwen3NextDecoderLayer):
+    """Fused decoder layer of Qwen3-Next."""
+
+    def __call__(self, x, mask=None, cache=None) -> mx.array:
+        return layer(self, x, mask, cache)
+
+
+class MoeLayer(qwen3_moe.Qwen3MoeDecoderLayer):
+    """Fused decoder layer of Qwen3-MoE."""
+
+    def __call__(self, x, mask=None, cache=None) -> mx.array:
+        return layer(self, x, mask, cache)
+
+
+class Body(qwen3_5.Qwen3_5TextModel):
+    """Fused body (all but the head) of Qwen3.5."""
+
+    def __call__(self, inputs, cache=None, input_embeddings=None) -> mx.array:
+        return body(self, inputs, cache, input_embeddings)
+
+
+class NextBody(qwen3_next.Qwen3NextModel):
+    """Fused body of Qwen3-Next."""
+
+    def __call__(self, inputs, cache=None) -> mx.array:
+        return body(self, inputs, cache)
+
+
+class MoeBody(qwen3_moe.Qwen3MoeModel):
+    """Fused body of Qwen3-MoE."""
+
+    def __call__(self, inputs, cache=None, input_embeddings=None) -> mx.array:
+        return body(self, inputs, cache, input_embeddings)
+
+
+class Text(qwen3_5.TextModel):
+    """Fused language model (body and head) of Qwen3.5."""
+
+    def __call__(self, inputs, cache=None, input_embeddings=None) -> mx.array:
+        return language_model(self, inputs, cache, input_embeddings)
+
+
+class NextText(qwen3_next.Model):
+    """Fused language model of Qwen3-Next."""
+
+    def __call__(self, inputs, cache=None) -> mx.array:
+        return language_model(self, inputs, cache)
+
+
+class MoeText(qwen3_moe.Model):
+    """Fused language model of Qwen3-MoE."""
+
+    def __call__(self, inputs, cache=None, input_embeddings=None) -> mx.array:
+        return language_model(self, inputs, cache, input_embeddings)
+
+
+#: mlx-lm's class -> the fused class that takes its place on a module.
+FUSED = {
+    fused.__mro__[1]: fused
+    for fused in (
+        Layer, NextLayer, MoeLayer,
+        Body, NextBody, MoeBody,
+        Text, NextText, MoeText,
+        GatedDeltaNet, InterleavedGatedDeltaNet,
+        GatedAttention, PlainAttention,
+        SparseMoe, PlainSparseMoe, Mlp, PlainMlp,
+    )
+}
+
+BODIES = (Body, NextBody, MoeBody)
+
+
+def layer(module: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
+    """One decoder layer on x (B, T, D); ``mask`` as mlx-lm's, or FROM_CACHE."""
+    norm = module.input_layernorm
+    if getattr(module, "is_linear", False):
+        h = gated_delta_net(module.linear_attn, x, norm, x, mask, cache)
+    else:
+        h = attention(module.self_attn, x, norm, x, mask, cache)
+    # A feed-forward class of another kind (a user's own) is called as it is.
+    if type(module.mlp) not in (SparseMoe, PlainSparseMoe, Mlp, PlainMlp):
+        return h + module.mlp(module.post_attention_layernorm(h))
+    return feed_forward(module.mlp, h, module.post_attention_layernorm, h)
+
+
+def hidden(
+    module: nn.Module,
+    inputs: mx.array,
+    cache: Optional[list],
+    input_embeddings: Optional[mx.array] = None,
+) -> mx.array:
+    """The body's output before its final norm (B, T, D)."""
+    policy = state_of(module).policy
+    if input_embeddings is not None:
+        x = input_embeddings
+    else:
+        x = _embedded(module.embed_tokens, inputs, policy)
+    layers = module.pipeline_layers
+    if cache is None:
+        cache = [None] * len(layers)
+    step, length = policy.prefill_chunk, x.shape[1]
+    if 0 < step < length and all(type(c) in CHUNKABLE for c in cache):
+        pieces = [x[:, i : i + step] for i in range(0, length, step)]
+    else:
+        pieces = [x]
+    outputs = []
+    for piece in pieces:
+        for one, c in zip(layers, cache):
+            piece = layer(one, piece, FROM_CACHE, c)
+        outputs.append(piece)
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
+
+
+def body(module, inputs, cache=None, input_embeddings=None) -> mx.array:
+    """The body with its final norm (B, T, D)."""
+    state = state_of(module)
+    with routes.strict(state.strict):
+        if module.pipeline_size > 1:
+            # The pieces between the ranks are mlx-lm's; its layers are ours.
+            extra = () if isinstance(module, NextBody) else (input_embeddings,)
+            return stock_class(module).__call__(module, inputs, cache, *extra)
+        return module.norm(hidden(module, inputs, cache, input_embeddings))
+
+
+def language_model(module, inputs, cache=None, input_embeddings=None) -> mx.array:
+    """Logits (B, T, V): the final norm folded into the head."""
+    state = state_of(module)
+    with routes.strict(state.strict):
+        inner = module.model
+        try:
+            check_plain(module)
+            if inner.pipeline_size > 1:
+                raise Unsupported("a pipelined model takes the stock path")
+            tied = module.args.tie_word_embeddings
+            head = Matrix.of(inner.embed_tokens if tied else module.lm_head)
+            norm = norm_of(inner.norm)
+        except Unsupported as error:
+            routes.stock("head", str(error))
+            extra = () if isinstance(module, NextText) else (input_embeddings,)
+            return stock_class(module).__call__(module, inputs, cache, *extra)
+        x = hidden(inner, inputs, cache, input_embeddings)
+        return projections(x, [head], norm, policy=state.policy)[0]
+
+
+def _embedded(table: nn.Module, inputs: mx.array, policy) -> mx.array:
+    """Embedding rows (B, T, D), by the stock module where it is of another kind."""
+    try:
+        return embed(inputs, Matrix.of(table), policy)
+    except Unsupported as error:
+        routes.stock("embed", str(error))
+        return table(inputs)
