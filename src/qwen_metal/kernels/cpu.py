@@ -14,6 +14,8 @@ def missing(op: str, policy: Policy) -> Optional[str]:
     """None when the extension has a CPU kernel of ``op``, or why it cannot serve."""
     if policy.kernels == "stock":
         return "policy: kernels='stock'"
+    if policy.numerics == "match":
+        return "policy: numerics='match' rounds wherever mlx-lm rounds, as the stock path does"
     module = extension.load()
     if module is None:
         return extension.status().reason
