@@ -12,6 +12,8 @@ using namespace nb::literals;
 
 // An op adds `void init_<op>(nb::module_& m)` in its own csrc/<op>.cpp, one line here and one below.
 void init_cpu_features(nb::module_& m);
+void init_primitive(nb::module_& m);
+void init_threads(nb::module_& m);
 
 static nb::str dotted(int major, int minor, int patch) {
   return nb::str("{}.{}.{}").format(major, minor, patch);
@@ -48,4 +50,6 @@ NB_MODULE(_ext, m) {
       "x through one op: fails where the array type of this build and of mlx differ.");
 
   init_cpu_features(m);
+  init_primitive(m);
+  init_threads(m);
 }
