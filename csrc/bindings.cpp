@@ -11,6 +11,14 @@ namespace mx = mlx::core;
 using namespace nb::literals;
 
 // An op adds `void init_<op>(nb::module_& m)` in its own csrc/<op>.cpp, one line here and one below.
+void init_attention_prefill(nb::module_& m);
+void init_attention_prepare(nb::module_& m);
+void init_gated_delta_prepare(nb::module_& m);
+void init_gated_delta_scan(nb::module_& m);
+void init_gated_delta_step(nb::module_& m);
+void init_gated_norm(nb::module_& m);
+void init_gqa_decode(nb::module_& m);
+void init_kv_append(nb::module_& m);
 void init_cpu_features(nb::module_& m);
 void init_primitive(nb::module_& m);
 void init_threads(nb::module_& m);
@@ -49,6 +57,14 @@ NB_MODULE(_ext, m) {
       "stream"_a = nb::none(),
       "x through one op: fails where the array type of this build and of mlx differ.");
 
+  init_attention_prefill(m);
+  init_attention_prepare(m);
+  init_gated_delta_prepare(m);
+  init_gated_delta_scan(m);
+  init_gated_delta_step(m);
+  init_gated_norm(m);
+  init_gqa_decode(m);
+  init_kv_append(m);
   init_cpu_features(m);
   init_primitive(m);
   init_threads(m);

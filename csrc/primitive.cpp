@@ -12,10 +12,23 @@ mx::Stream cpu_stream(const char* op) {
 }
 
 void CpuPrimitive::eval_cpu(const Arrays& inputs, Arrays& outputs) {
-  for (auto& out : outputs) {
-    out.set_data(mx::allocator::malloc(out.nbytes()));
-  }
+  allocate(inputs, outputs);
   run(inputs, outputs);
+}
+
+void CpuPrimitive::allocate(const Arrays&, Arrays& outputs) {
+  for (auto& out : outputs) {
+    allocate(out);
+  }
+}
+
+void CpuPrimitive::take_over(const mx::array& input, mx::array& output) {
+  if (input.is_donatable() && input.flags().row_contiguous && input.dtype() == output.dtype() &&
+      input.size() == output.size()) {
+    output.copy_shared_buffer(input);
+  } else {
+    allocate(output);
+  }
 }
 
 void CpuPrimitive::eval_gpu(const Arrays&, Arrays&) {
@@ -113,6 +126,20 @@ void check_float(const char* op, const char* argument, const mx::array& a, const
       a.shape() == shape, op, argument, " is ", text_of(a.shape()), ", needed is ", text_of(shape));
 }
 
+static bool any_tracer(nb::handle value) {
+  if (nb::isinstance<mx::array>(value)) {
+    return nb::cast<const mx::array&>(value).is_tracer();
+  }
+  if (nb::isinstance<nb::tuple>(value) || nb::isinstance<nb::list>(value)) {
+    for (auto item : value) {
+      if (any_tracer(item)) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
 }  // namespace qwen_metal
 
 void init_primitive(nb::module_& m) {
@@ -121,4 +148,9 @@ void init_primitive(nb::module_& m) {
       [](const mx::array& a) { return a.is_tracer(); },
       "array"_a,
       "True inside mx.grad, mx.vjp, mx.vmap and mx.compile: the array stands for one to come.");
+  m.def(
+      "any_tracer",
+      [](nb::object values) { return qwen_metal::any_tracer(values); },
+      "values"_a,
+      "is_tracer() of any array in a tree of tuples and lists.");
 }

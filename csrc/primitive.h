@@ -42,16 +42,14 @@ class CpuPrimitive : public mx::Primitive {
   // not cleared: a closure writes every element.
   virtual void run(const Arrays& inputs, Arrays& outputs) = 0;
 
+  // Called before run(). An op that can work in place hands a donatable input's buffer to an output
+  // instead (take_over()), and allocates the others.
+  virtual void allocate(const Arrays& inputs, Arrays& outputs);
+
   void eval_cpu(const Arrays& inputs, Arrays& outputs) final;
   void eval_gpu(const Arrays& inputs, Arrays& outputs) final;
   const char* name() const final {
     return name_;
-  }
-
- protected:
-  template <class F>
-  void dispatch(F&& closure) {
-    mx::cpu::get_command_encoder(stream()).dispatch(std::forward<F>(closure));
   }
 
   // A row-contiguous array of the same elements: itself, or a copy made on the stream before the closure.
@@ -62,6 +60,19 @@ class CpuPrimitive : public mx::Primitive {
   // The same, where axes below `axis` may keep any stride: a slice of the experts of a larger array is
   // taken as it stands, and only one whose own rows are scattered is copied.
   mx::array dense_from(const mx::array& a, int axis);
+
+ protected:
+  static void allocate(mx::array& output) {
+    output.set_data(mx::allocator::malloc(output.nbytes()));
+  }
+
+  // The buffer of `input` becomes that of `output` when nobody else can see it; else a new one.
+  static void take_over(const mx::array& input, mx::array& output);
+
+  template <class F>
+  void dispatch(F&& closure) {
+    mx::cpu::get_command_encoder(stream()).dispatch(std::forward<F>(closure));
+  }
 
  private:
   const char* name_;

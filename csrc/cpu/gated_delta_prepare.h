@@ -5,19 +5,22 @@
 
 #include "cpu/convert.h"
 
-namespace qwen_metal::cpu {
+namespace qwen_metal {
 
-/// Small weights and sizes of a Gated DeltaNet. Channels stand as q, k, v.
+// Small weights and sizes of a Gated DeltaNet. Channels stand as q, k, v.
+constexpr int max_taps = 64;
+
 struct DeltaSizes {
   int Hk, Hv, Dk, Dv, taps;
+  bool operator==(const DeltaSizes&) const = default;
 };
 
 struct DeltaConstants {
   DeltaSizes size;
-  /// (channels, taps).
+  // (channels, taps).
   const void* conv;
   Float conv_type;
-  /// (Hv) each.
+  // (Hv) each.
   const void *A_log, *dt_bias;
   Float A_log_type, dt_bias_type;
 };
@@ -26,12 +29,11 @@ namespace {
 
 inline int channels_of(const DeltaSizes& s) { return 2 * s.Hk * s.Dk + s.Hv * s.Dv; }
 
-/// Channels worked on at a time: their taps and window stay in registers.
+// Channels worked on at a time: their taps and window stay in registers.
 constexpr int conv_block = 64;
 
-/// silu(sum over taps of window[t] * conv[c, t]) for channels [first, first + count).
-/// ``window[t]`` is the row of tap t, or null for a row of zeros.
-template <class V>
+// silu(sum over taps of window[t] * conv[c, t]) for channels [first, first + count).
+// `window[t]` is the row of tap t, or null for a row of zeros.
 inline void convolve(
     const DeltaConstants& w, const void* const* window, Float type, int first, int count,
     float* out) {
@@ -40,12 +42,12 @@ inline void convolve(
   for (int c = 0; c < count; c += conv_block) {
     const int n = count - c < conv_block ? count - c : conv_block;
     float* sum = out + c;
-    memset(sum, 0, n * sizeof(float));
+    std::memset(sum, 0, n * sizeof(float));
     for (int t0 = 0; t0 < taps; t0 += 4) {  // four taps at a time; the model has four
       const int here = taps - t0 < 4 ? taps - t0 : 4;
       if (here == 4 && taps == 4) {
         const auto* p = (const char*)w.conv + int64_t(first + c) * 4 * size_of(w.conv_type);
-        to_float<V>(p, w.conv_type, n * 4, weights);
+        to_float(p, w.conv_type, n * 4, weights);
       } else {
         for (int i = 0; i < n; ++i) {
           for (int t = 0; t < here; ++t) {
@@ -56,25 +58,24 @@ inline void convolve(
       }
       for (int t = 0; t < here; ++t) {
         if (!window[t0 + t]) continue;
-        to_float<V>((const char*)window[t0 + t] + int64_t(first + c) * width, type, n, row);
+        to_float((const char*)window[t0 + t] + int64_t(first + c) * width, type, n, row);
         for (int i = 0; i < n; ++i) sum[i] += row[i] * weights[4 * i + t];
       }
     }
-    apply<V>(sum, n, [](V x) { return silu(x); });
+    apply(sum, n, [](Vec x) { return silu(x); });
   }
 }
 
-/// x * factor / sqrt(sum of x^2 + eps).
-template <class V>
+// x * factor / sqrt(sum of x^2 + eps).
 inline void normalize(float* x, int count, float factor, float eps) {
-  const V scale = V::all(factor / __builtin_sqrtf(dot<V>(x, x, count) + eps));
-  apply<V>(x, count, [scale](V a) { return a * scale; });
+  const Vec scale = Vec::of(factor / __builtin_sqrtf(dot(x, x, count) + eps));
+  apply(x, count, [scale](Vec a) { return a * scale; });
 }
 
-/// mlx-lm's epsilon of the q/k norm, added to the sum of squares.
+// mlx-lm's epsilon of the q/k norm, added to the sum of squares.
 constexpr float qk_eps = 1e-6f;
 
-/// exp(-exp(A_log) softplus(a + dt_bias)) of one head.
+// exp(-exp(A_log) softplus(a + dt_bias)) of one head.
 inline float decay_of(const DeltaConstants& w, int head, float a) {
   const float x = a + load_float(w.dt_bias, w.dt_bias_type, head);
   const float softplus = (x > 0 ? x : 0) + ::log1pf(::expf(x > 0 ? -x : x));
@@ -85,12 +86,12 @@ inline float beta_of(float b) { return 1.0f / (1.0f + ::expf(-b)); }
 
 }  // namespace
 
-/// One batch row of T tokens.
+// One batch row of T tokens.
 struct PrepareRow {
   DeltaConstants w;
-  /// (T, channels) and (T, Hv); ``conv_state`` (taps - 1, channels) or null data.
+  // (T, channels) and (T, Hv); `conv_state` (taps - 1, channels) or null data.
   Rows qkv, a, b, conv_state;
-  /// (T) or null.
+  // (T) or null.
   const bool* live;
   int tokens;
   float *q, *k, *v, *g, *beta;
@@ -98,14 +99,13 @@ struct PrepareRow {
 
 namespace {
 
-/// Tokens [first, last) of a row.
-template <class V>
+// Tokens [first, last) of a row.
 inline void prepare(const PrepareRow& row, int first, int last) {
   const DeltaSizes& s = row.w.size;
   const int keys = s.Hk * s.Dk, values = s.Hv * s.Dv;
   const float q_scale = 1.0f / __builtin_sqrtf(float(s.Dk));
   for (int t = first; t < last; ++t) {
-    const void* window[64];
+    const void* window[max_taps];
     for (int tap = 0; tap < s.taps; ++tap) {
       const int from = t - (s.taps - 1) + tap;
       if (from >= 0) {
@@ -115,12 +115,12 @@ inline void prepare(const PrepareRow& row, int first, int last) {
       }
     }
     float *q = row.q + int64_t(t) * keys, *k = row.k + int64_t(t) * keys;
-    convolve<V>(row.w, window, row.qkv.type, 0, keys, q);
-    convolve<V>(row.w, window, row.qkv.type, keys, keys, k);
-    convolve<V>(row.w, window, row.qkv.type, 2 * keys, values, row.v + int64_t(t) * values);
+    convolve(row.w, window, row.qkv.type, 0, keys, q);
+    convolve(row.w, window, row.qkv.type, keys, keys, k);
+    convolve(row.w, window, row.qkv.type, 2 * keys, values, row.v + int64_t(t) * values);
     for (int h = 0; h < s.Hk; ++h) {
-      normalize<V>(q + h * s.Dk, s.Dk, q_scale, qk_eps);
-      normalize<V>(k + h * s.Dk, s.Dk, 1.0f, qk_eps);
+      normalize(q + h * s.Dk, s.Dk, q_scale, qk_eps);
+      normalize(k + h * s.Dk, s.Dk, 1.0f, qk_eps);
     }
     for (int h = 0; h < s.Hv; ++h) {
       const int64_t i = int64_t(t) * s.Hv + h;
@@ -131,4 +131,4 @@ inline void prepare(const PrepareRow& row, int first, int last) {
 }
 
 }  // namespace
-}  // namespace qwen_metal::cpu
+}  // namespace qwen_metal
