@@ -22,6 +22,13 @@ void init_kv_append(nb::module_& m);
 void init_cpu_features(nb::module_& m);
 void init_primitive(nb::module_& m);
 void init_threads(nb::module_& m);
+void init_embed(nb::module_& m);
+void init_projections(nb::module_& m);
+void init_route_topk(nb::module_& m);
+void init_route_plan(nb::module_& m);
+void init_grouped_qmm(nb::module_& m);
+void init_limits(nb::module_& m);
+void init_moe_decode(nb::module_& m);
 
 static nb::str dotted(int major, int minor, int patch) {
   return nb::str("{}.{}.{}").format(major, minor, patch);
@@ -68,4 +75,11 @@ NB_MODULE(_ext, m) {
   init_cpu_features(m);
   init_primitive(m);
   init_threads(m);
+  init_embed(m);
+  init_projections(m);
+  init_route_topk(m);
+  init_route_plan(m);
+  init_grouped_qmm(m);
+  init_limits(m);
+  init_moe_decode(m);
 }

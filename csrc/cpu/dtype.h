@@ -106,8 +106,18 @@ inline void load_floats(const void* p, Float type, int64_t offset, int64_t n, fl
 }
 
 inline void store_floats(const float* in, int64_t n, void* p, Float type, int64_t offset) {
-  for (int64_t i = 0; i < n; ++i) {
-    store_float(p, type, offset + i, in[i]);
+  if (type == Float::bf16) {
+    auto* out = static_cast<uint16_t*>(p) + offset;
+    for (int64_t i = 0; i < n; ++i) {
+      out[i] = float_to_bf16(in[i]);
+    }
+  } else if (type == Float::f16) {
+    auto* out = static_cast<uint16_t*>(p) + offset;
+    for (int64_t i = 0; i < n; ++i) {
+      out[i] = float_to_f16(in[i]);
+    }
+  } else {
+    std::memcpy(static_cast<float*>(p) + offset, in, n * sizeof(float));
   }
 }
 

@@ -318,7 +318,8 @@ inline Vec exp(Vec x) {
   const Vec n = round(x * Vec::of(1.44269504f));
   Vec r = fma(n, Vec::of(-0.693145752f), x);  // ln 2 in two parts
   r = fma(n, Vec::of(-1.42860677e-6f), r);
-  Vec p = Vec::of(1.38888889e-3f);
+  Vec p = Vec::of(1.98412698e-4f);
+  p = fma(p, r, Vec::of(1.38888889e-3f));
   p = fma(p, r, Vec::of(8.33333333e-3f));
   p = fma(p, r, Vec::of(4.16666667e-2f));
   p = fma(p, r, Vec::of(1.66666667e-1f));

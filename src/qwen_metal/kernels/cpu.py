@@ -14,6 +14,8 @@ def missing(op: str, policy: Policy) -> Optional[str]:
     """None when the extension has a CPU kernel of ``op``, or why it cannot serve."""
     if policy.kernels == "stock":
         return "policy: kernels='stock'"
+    if policy.numerics == "match":
+        return "policy: numerics='match' rounds wherever mlx-lm rounds, as the stock path does"
     module = extension.load()
     if module is None:
         return extension.status().reason
@@ -40,6 +42,114 @@ def _ext() -> Any:
 def _float32(outputs: Sequence[mx.array], count: int) -> list[mx.array]:
     """The first ``count`` of the outputs as float32, which is what the kernels give."""
     return [o.astype(mx.float32) if i < count else o for i, o in enumerate(outputs)]
+
+
+def embed(ids, table) -> mx.array:
+    from ..ops.embed import reference
+    from ..ops.matrix import Matrix
+
+    def fast(ids, table):
+        return _ext().embed(ids, tuple(table))
+
+    def stock(ids, table):
+        return reference(ids, Matrix(*table))
+
+    return _call("embed", stock, [ids, table], fast)
+
+
+def projections(x, matrices, norm, residual, dtype) -> list[mx.array]:
+    from ..ops.matrix import Matrix, Norm
+    from ..ops.projections import reference
+
+    dtype = dtype or x.dtype
+
+    def fast(x, matrices, norm, residual):
+        return _ext().projections(x, _tuples(matrices), _tuple(norm), residual, dtype)
+
+    def stock(x, matrices, norm, residual):
+        ys = reference(
+            x, [Matrix(*m) for m in matrices], norm and Norm(*norm), residual, numerics="match"
+        )
+        return [y.astype(dtype) for y in ys]
+
+    return list(_call("projections", stock, [x, list(matrices), norm, residual], fast))
+
+
+def route_topk(logits, top_k, normalise) -> tuple[mx.array, mx.array]:
+    from ..ops.route_topk import reference
+
+    def fast(logits):
+        return _ext().route_topk(logits, top_k, normalise)
+
+    def stock(logits):
+        # Precise: in the kernel's order, so that gradients meet their own experts.
+        return list(reference(logits, top_k, normalise))
+
+    return tuple(_call("route_topk", stock, [logits], fast))
+
+
+def route_plan(ids, num_experts, tile_rows):
+    from ..ops.route_plan import Plan
+
+    return Plan(*_ext().route_plan(ids, num_experts, tile_rows), ids.shape[-1], tile_rows)
+
+
+def grouped_qmm(x, matrices, plan, scores) -> mx.array:
+    from ..ops.grouped_qmm import reference
+    from ..ops.matrix import Matrix
+
+    def fast(x, matrices, scores):
+        return _ext().grouped_qmm(
+            x, _tuples(matrices), plan.order, plan.offsets, plan.top_k, scores
+        )
+
+    def stock(x, matrices, scores):
+        y = reference(x, [Matrix(*m) for m in matrices], plan, scores, numerics="match")
+        return y.astype(mx.float32)
+
+    return _call("grouped_qmm", stock, [x, list(matrices), scores], fast)
+
+
+def gather_sum(y, plan, shared, residual, dtype) -> mx.array:
+    from ..ops.grouped_qmm import reference_gather_sum
+
+    def fast(y, shared, residual):
+        return _ext().gather_sum(y, plan.inverse, plan.top_k, shared, residual, dtype)
+
+    def stock(y, shared, residual):
+        return reference_gather_sum(y, plan, shared, residual, dtype)
+
+    return _call("gather_sum", stock, [y, shared, residual], fast)
+
+
+def moe_decode(x, experts, ids, scores, norm, shared, residual) -> mx.array:
+    from ..ops.matrix import Matrix, Norm
+    from ..ops.moe_decode import Experts, Shared, reference
+
+    def fast(x, experts, ids, scores, norm, shared, residual):
+        shared = shared and (*shared[:3], tuple(shared[3]))
+        return _ext().moe_decode(
+            x, _tuples(experts), ids, scores, _tuple(norm), shared, residual
+        )
+
+    def stock(x, experts, ids, scores, norm, shared, residual):
+        experts = Experts(*(Matrix(*m) for m in experts))
+        shared = shared and Shared(*shared[:3], Matrix(*shared[3]))
+        y = reference(
+            x, experts, ids, scores, norm and Norm(*norm), shared, residual, numerics="match"
+        )
+        return y.astype(x.dtype)
+
+    return _call("moe_decode", stock, [x, experts, ids, scores, norm, shared, residual], fast)
+
+
+def _tuple(fields: Optional[Sequence]) -> Optional[tuple]:
+    """A NamedTuple again, where a tree of arrays has made a list of it."""
+    return None if fields is None else tuple(fields)
+
+
+def _tuples(matrices: Sequence) -> tuple:
+    return tuple(map(tuple, matrices))
 
 
 def gated_delta_prepare(qkv, a, b, conv_state, w, mask, lengths) -> tuple:
