@@ -41,6 +41,9 @@ def stock_gradient(
 
     @run.vjp
     def backward(primals, cotangents, _):
+        if isinstance(cotangents, mx.array):  # of a function with one output
+            cotangents = [cotangents]
+
         def of_floats(*floats):
             values = list(primals)
             for i, value in zip(floating, floats):
