@@ -33,6 +33,9 @@ inline void sums_of_4(const Vec* v, float out[4]) {
 #endif
 }
 
+// Where a block takes many vectors, unrolling further only costs time to compile.
+constexpr int kUnroll = kVecs > 2 ? 1 : 8;
+
 constexpr int sums_index(int group) {
   return group == 32 ? 0 : group == 64 ? 1 : 2;
 }
@@ -85,7 +88,7 @@ void multiply_codes(
     for (int g = 0; g < count; ++g) {
       const int64_t k = (g0 + g) * Group;
       Vec part[R][N];
-#pragma GCC unroll 8
+#pragma GCC unroll kUnroll
       for (int block = 0; block < blocks; ++block, p += bytes) {
 #pragma GCC unroll 4
         for (int i = 0; i < N; ++i) {
@@ -130,7 +133,8 @@ void multiply_codes(
 template <class Codes, int Group, int R>
 void multiply_codes(
     const MatrixView& m, const Rows& x, int64_t row, int64_t first, int64_t last, float* y, int64_t ldy) {
-  constexpr int together = R == 1 ? 4 : R == 2 ? 2 : 1;  // outputs: as many as leave registers
+  // Outputs: as many as leave registers.
+  constexpr int together = kVecs > 2 ? 1 : R == 1 ? 4 : R == 2 ? 2 : 1;
   const float *at[R], *sums[R];
   for (int r = 0; r < R; ++r) {
     const int64_t source = x.row(row + r);
