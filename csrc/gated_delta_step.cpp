@@ -37,7 +37,7 @@ class Step : public PrimitiveWith<StepParameters> {
     const auto norm = contiguous(inputs[7]);
     const int B = qkv.shape(0), channels = qkv.shape(2);
     size_t next = 8;
-    Rows window = {nullptr, Float::f32, channels};
+    FloatRows window = {nullptr, Float::f32, channels};
     if (parameters.has_window) {
       window = rows_of(contiguous(inputs[next++]));
     }
