@@ -28,9 +28,11 @@ def values(m: Matrix) -> np.ndarray:
         return double(m.weight)
     if m.mode != "affine":
         # Powers of two times small numbers: float32 holds them exactly, save for the global scale.
-        w = mx.dequantize(
-            m.weight, m.scales, None, m.group_size, m.bits, m.mode, dtype=mx.float32
-        )
+        if m.weight.size == 0:
+            return np.zeros((*m.weight.shape[:-1], m.columns))
+        # mx.dequantize does not take slices of larger arrays on the CPU.
+        weight, scales = (mx.array(np.array(a)) for a in (m.weight, m.scales))
+        w = mx.dequantize(weight, scales, None, m.group_size, m.bits, m.mode, dtype=mx.float32)
         scale = 1.0 if m.global_scale is None else double(m.global_scale)
         return double(w) * np.reshape(scale, np.shape(scale) + (1, 1) * (np.ndim(scale) > 0))
     codes = unpack(m)
@@ -42,7 +44,7 @@ def unpack(m: Matrix) -> np.ndarray:
     """The integer codes (..., N, K): a little-endian bit stream a row."""
     data = np.ascontiguousarray(np.array(m.weight)).view(np.uint8)
     bits = np.unpackbits(data, axis=-1, bitorder="little")
-    bits = bits.reshape(*bits.shape[:-1], -1, m.bits).astype(np.int64)
+    bits = bits.reshape(*bits.shape[:-1], m.columns, m.bits).astype(np.int64)
     return bits @ (1 << np.arange(m.bits))
 
 

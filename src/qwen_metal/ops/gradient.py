@@ -41,8 +41,7 @@ def stock_gradient(
 
     @run.vjp
     def backward(primals, cotangents, outputs):
-        if isinstance(cotangents, mx.array):  # of a function with one output
-            cotangents = [cotangents]
+        primals = _list(primals)  # mlx passes a lone argument by itself
 
         def of_floats(*floats):
             values = list(primals)
@@ -57,12 +56,17 @@ def stock_gradient(
         full = [mx.zeros_like(p) for p in primals]
         for i, gradient in zip(floating, gradients):
             full[i] = gradient
-        return tuple(full)
+        return tuple(full) if len(full) > 1 else full[0]
 
     return run(*arrays)
 
 
 def _differentiable(values: Any, like: Any = None) -> list[mx.array]:
     """The arrays of ``values`` whose counterpart in ``like`` (default: itself) is float."""
-    values, like = ([v] if isinstance(v, mx.array) else v for v in (values, values if like is None else like))
+    values = _list(values)
+    like = values if like is None else _list(like)
     return [v for v, other in zip(values, like) if mx.issubdtype(other.dtype, mx.floating)]
+
+
+def _list(values: Any) -> list:
+    return [values] if isinstance(values, mx.array) else list(values)
