@@ -22,6 +22,7 @@ void init_kv_append(nb::module_& m);
 void init_cpu_features(nb::module_& m);
 void init_primitive(nb::module_& m);
 void init_threads(nb::module_& m);
+void init_decode_step(nb::module_& m);
 void init_embed(nb::module_& m);
 void init_projections(nb::module_& m);
 void init_route_topk(nb::module_& m);
@@ -75,6 +76,7 @@ NB_MODULE(_ext, m) {
   init_cpu_features(m);
   init_primitive(m);
   init_threads(m);
+  init_decode_step(m);
   init_embed(m);
   init_projections(m);
   init_route_topk(m);

@@ -69,7 +69,7 @@ def capture(module: nn.Module) -> "Step":
         for reason in (cpu.missing(op, policy) for op in OPS):
             if reason is not None:
                 raise Unsupported(reason)
-        if step.ext.any_tracer([v for _, _, v in step.seen if isinstance(v, mx.array)]):
+        if step.ext.any_tracer(step.arrays):
             raise Unsupported("inside a gradient")
         step.read(module)
     except Unsupported:
@@ -90,25 +90,26 @@ class Step:
         self.layers: Optional[list] = None
         # (dictionary or list, key, what stood there): modules hold their arrays
         # and children as dictionaries do, and modes in their attributes.
-        self.seen: list[tuple] = []
+        seen: list[tuple] = []
         for _, one in module.named_modules():
-            self.seen += [(one, key, value) for key, value in one.items()]
+            seen += [(one, key, value) for key, value in one.items()]
             own = vars(one)
-            self.seen += [(own, k, own[k]) for k in ("_training", "sharding_group") if k in own]
+            seen += [(own, k, own[k]) for k in ("_training", "sharding_group") if k in own]
             for value in one.values():
                 if isinstance(value, list):
-                    self.seen += [(value, i, item) for i, item in enumerate(value)]
+                    seen += [(value, i, item) for i, item in enumerate(value)]
+        self.arrays = [value for _, _, value in seen if isinstance(value, mx.array)]
+        self.seen = None if self.ext is None else self.ext.Seen(seen)
         self.state = state_of(module)
         self.module = module
 
     def holds(self) -> bool:
         """Whether the model still holds what was captured."""
-        if state_of(self.module) is not self.state:
-            return False
-        try:
-            return all(held[key] is value for held, key, value in self.seen)
-        except (KeyError, IndexError):
-            return False
+        return state_of(self.module) is self.state and (self.seen is None or self.seen.holds())
+
+    def __reduce__(self) -> tuple:
+        """A copied or pickled model captures its own."""
+        return type(None), ()
 
     def read(self, module: nn.Module) -> None:
         check_plain(module)
