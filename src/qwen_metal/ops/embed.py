@@ -44,6 +44,8 @@ def embed(ids: mx.array, table: Matrix, policy: Policy = DEFAULT) -> mx.array:
 
     Raises:
         ValueError: ``ids`` is not of an integer dtype.
+        RuntimeError: at evaluation, an id outside the table (a negative one
+            counts from its end).
 
     Source: mlx.nn.QuantizedEmbedding.
     """

@@ -22,8 +22,10 @@ def reference(
     numerics: str = "precise",
 ) -> mx.array:
     """The meaning in MLX operations; ``match`` rounds as mlx-lm's SwitchGLU."""
-    # Rows of the tokens are gathered; rows that are sorted already stay.
-    rows = x[plan.order // plan.top_k] if x.shape[0] != plan.order.size else x
+    # Rows of the tokens are gathered; rows that are sorted already stay. With one expert a row both
+    # have one size, and gate and up take the tokens'.
+    gathered = x.shape[0] != plan.order.size or (plan.top_k == 1 and len(matrices) == 2)
+    rows = x[plan.order // plan.top_k] if gathered else x
     rows = rows[:, None]
     ys = [gather_matmul(rows, m, plan.experts, numerics, True)[:, 0] for m in matrices]
     if len(ys) == 2:
@@ -69,7 +71,8 @@ def grouped_qmm(
 
     Args:
         x: rows of the tokens (R, K), gathered by the plan, or rows in sorted
-            order already (P, K); float.
+            order already (P, K); float. With ``top_k`` 1, where both have one
+            size, (gate, up) take the tokens' and (down,) sorted rows.
         matrices: (gate, up), each (E, N, K): the epilogue is SwiGLU, silu(gate)
             * up; or (down,): the epilogue multiplies by the score.
         plan: of the ids, from ``route_plan``.
@@ -80,7 +83,7 @@ def grouped_qmm(
 
     Raises:
         ValueError: shapes that do not fit, x not float, or scores with two
-            matrices.
+            matrices. A plan of other rows is a RuntimeError at evaluation.
 
     Source: mlx_lm.models.switch_layers.SwitchGLU.
     """

@@ -114,6 +114,7 @@ def moe_decode(
 
     Raises:
         ValueError: shapes that do not fit, x not float, or over 8 rows.
+        RuntimeError: at evaluation, an id that is no expert.
 
     Source: mlx_lm.models.qwen3_next.Qwen3NextSparseMoeBlock.
     """

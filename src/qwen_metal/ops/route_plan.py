@@ -93,6 +93,7 @@ def route_plan(
 
     Raises:
         ValueError: ``ids`` is not an integer matrix, or another tile.
+        RuntimeError: at evaluation, an id that is no expert.
 
     Source: mlx_lm.models.switch_layers._gather_sort; the block map is ours.
     """
