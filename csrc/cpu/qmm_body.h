@@ -247,6 +247,20 @@ void multiply_tile(
   multiply_tile<R>(x, w, ldw, columns, y, ldy);
 }
 
+// Asks for what expand_row() of these columns will read.
+void prefetch_row(const MatrixView& m, int64_t row, int64_t from, int64_t to) {
+  const int64_t bits = m.mode == Mode::dense ? 8 * size_of(m.type) : m.bits;
+  const char* p = m.weight + row * m.weight_bytes;
+  for (int64_t at = from * bits / 8; at < to * bits / 8; at += 64) {
+    __builtin_prefetch(p + at);
+  }
+  if (m.mode == Mode::affine) {
+    const int64_t at = from / m.group * size_of(m.type);
+    __builtin_prefetch(m.scales + row * m.scale_bytes + at);
+    __builtin_prefetch(m.biases + row * m.bias_bytes + at);
+  }
+}
+
 void many(
     const MatrixView& m,
     const Rows& x,
@@ -281,6 +295,14 @@ void many(
       const int64_t n1 = n0 + height < padded ? n0 + height : padded;
       for (int64_t n = n0; n < n1; ++n) {
         float* out = panel + (n - n0) * kPanelStride;
+        // Pieces of rows are too short for the hardware to foresee the next: four rows further on, in
+        // the next columns at the end of the outputs.
+        const bool wraps = n + kTileOutputs >= padded && to < m.columns;
+        const int64_t later = wraps ? n + kTileOutputs - padded : n + kTileOutputs;
+        if (first + later < m.rows) {
+          const int64_t start = wraps ? to : from;
+          prefetch_row(m, first + later, start, start + width < m.columns ? start + width : m.columns);
+        }
         if (n < outputs) {
           expand_row(m, first + n, from, to, true, out);
           std::memset(out + to - from, 0, (columns - (to - from)) * sizeof(float));
