@@ -195,7 +195,7 @@ def _closing(text, start):
 def find_signature(text, name):
     """Parameters of kernel `name` in preprocessed (not rewritten) Metal text.
 
-    Raises KeyError if there is no such kernel.
+    Raises KeyError if there is no such kernel, ValueError for an attribute it does not know.
     """
     plain = _LINE_MARKER.sub("", text)
     marked = r"(?:\[\[[^\]]*\bkernel\b[^\]]*\]\]|\bkernel)\s*"
@@ -224,6 +224,8 @@ def _parse_parameter(declaration, next_buffer):
     if group:
         return Parameter(name, "threadgroup", int(group.group(1)), True)
     buffer = re.search(r"\bbuffer\((\d+)\)", attributes)
+    if attributes and not buffer:
+        raise ValueError(f"the host executor does not know the attribute in: {declaration}")
     writable = not re.search(r"\bconst\b|\bconstant\b", bare)
     return Parameter(name, "buffer", int(buffer.group(1)) if buffer else next_buffer, writable)
 

@@ -106,7 +106,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Result:
-    """What one launch produced. outputs: a new array for each writable buffer; seconds: of the launch."""
+    """What one launch produced. outputs: a new array for each writable buffer; seconds: processor time of the launch."""
 
     outputs: dict
     report: tuple
@@ -165,9 +165,9 @@ class Kernel:
             resident=resident, seed=seed or 0, time_limit=time_limit,
         )  # fmt: skip
         with _lock:
-            started = time.perf_counter()
+            started = time.thread_time()
             self._runtime.msl_run(ctypes.byref(launch))
-            seconds = time.perf_counter() - started
+            seconds = time.thread_time() - started
         report = tuple(self._finding(findings[i]) for i in range(launch.finding_count))
         outputs = {p.name: arrays[p.name] for p in self.parameters if p.writable and p.name in arrays}
         statistics = _statistics(launch.statistics, buffers, names)

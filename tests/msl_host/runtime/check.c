@@ -239,7 +239,7 @@ static void note_store(const Place *at, uint8_t *address, uint64_t size, bool is
 
 /* ---- whose memory is it --------------------------------------------------- */
 
-Buffer *find_buffer(uintptr_t address) {
+static inline Buffer *find_buffer(uintptr_t address) {
   if (address < (uintptr_t)launch.arena || address >= (uintptr_t)launch.arena_end) return NULL;
   uint8_t owner = launch.arena_owner[(address - (uintptr_t)launch.arena) / ARENA_PAGE];
   return owner ? &launch.buffers[owner - 1] : NULL;
@@ -256,9 +256,7 @@ static const Slot *find_slot(uint64_t offset, uint64_t size) {
 
 static bool in_group_memory(uintptr_t address) { return address - (uintptr_t)current->group->memory < GROUP_MEMORY; }
 
-static bool in_own_stack(uintptr_t address) {
-  return address - (uintptr_t)current->group->stacks - (size_t)current->thread * STACK_BYTES < STACK_BYTES;
-}
+static bool in_own_stack(uintptr_t address) { return address - (uintptr_t)current->stack < STACK_BYTES; }
 
 static bool in_stacks(uintptr_t address) {
   const Group *group = current->group;
@@ -315,6 +313,10 @@ static void threadgroup_out_of_bounds(uint64_t offset, uint64_t size, bool is_wr
 
 /* ---- the answer to the instrumentation ------------------------------------ */
 
+static inline void mark_read(uint8_t *flags, uint64_t size) {
+  for (uint64_t i = 0; i < size; i++) flags[i] = WAS_READ;
+}
+
 static uint8_t *check_buffer(Buffer *buffer, uintptr_t address, uint64_t size, bool is_write, uintptr_t pc,
                              bool is_copy) {
   uint64_t offset = address - (uintptr_t)buffer->base;
@@ -322,7 +324,7 @@ static uint8_t *check_buffer(Buffer *buffer, uintptr_t address, uint64_t size, b
   *(is_write ? &buffer->bytes_written : &buffer->bytes_read) += size;
   if (!buffer->writable) {
     if (is_write) add_finding("write-to-input", pc, "'%s' is an input", buffer->name);
-    for (uint64_t i = 0; i < size; i++) buffer->cells.flags[offset + i] |= WAS_READ;
+    mark_read(buffer->cells.flags + offset, size);
     return is_write ? ignored_shadow : clean_shadow;
   }
   Place at = {&buffer->cells, buffer->name, DEVICE, offset, pc};
@@ -352,10 +354,9 @@ static uint8_t *check_group_memory(uintptr_t address, uint64_t size, bool is_wri
 /* Check one access and return the shadow that belongs to it. */
 static uint8_t *check_access(uintptr_t address, uint64_t size, bool is_write, uintptr_t pc, bool is_copy) {
   if (!current || size > NO_SHADOW) return is_write ? ignored_shadow : clean_shadow;
-  check_pending_store();
+  if (current->store.size) check_pending_store();
   current->pc = pc;
-  if (in_own_stack(address))
-    return current->group->stack_shadow + (address - (uintptr_t)current->group->stacks);
+  if (in_own_stack(address)) return current->stack_shadow + (address - (uintptr_t)current->stack);
   Buffer *buffer = find_buffer(address);
   if (buffer) return check_buffer(buffer, address, size, is_write, pc, is_copy);
   if (in_group_memory(address)) return check_group_memory(address, size, is_write, pc, is_copy);
@@ -402,7 +403,24 @@ void check_atomic(uintptr_t address, uint32_t size, bool reads, bool writes, uin
   check_atomic_place(&at, size, reads, writes);
 }
 
-static MetadataPointers metadata(uintptr_t address, uint64_t size, bool is_write, uintptr_t pc) {
+/* The two common cases, private memory and reading an input, without the rest. */
+static inline uint8_t *quick_shadow(uintptr_t address, uint64_t size, bool is_write, uintptr_t pc) {
+  if (!current || current->store.size) return NULL;
+  current->pc = pc;
+  if (in_own_stack(address)) return current->stack_shadow + (address - (uintptr_t)current->stack);
+  if (is_write || size > 16) return NULL;
+  Buffer *buffer = find_buffer(address);
+  if (!buffer || buffer->writable) return NULL;
+  uint64_t offset = address - (uintptr_t)buffer->base;
+  if (offset + size > buffer->size) return NULL;
+  buffer->bytes_read += size;
+  mark_read(buffer->cells.flags + offset, size);
+  return clean_shadow;
+}
+
+static inline MetadataPointers metadata(uintptr_t address, uint64_t size, bool is_write, uintptr_t pc) {
+  uint8_t *quick = quick_shadow(address, size, is_write, pc);
+  if (quick) return (MetadataPointers){quick, ignored_origin};
   uint8_t *shadow = check_access(address, size, is_write, pc, false);
   if (shadow == ignored_shadow) memset(ignored_shadow, 0, size < NO_SHADOW ? size : NO_SHADOW);
   return (MetadataPointers){shadow, ignored_origin};

@@ -65,7 +65,9 @@ static void fiber_main(void) {
 }
 
 static void fiber_prepare(Fiber *fiber, uint8_t *stack) {
-  void **top = (void **)(stack + STACK_BYTES) - 2;
+  /* Tops at different places in a page: otherwise all stacks compete for the same cache lines. */
+  size_t colour = fiber->thread % SIMD_WIDTH * 576;
+  void **top = (void **)(stack + STACK_BYTES - colour) - 2;
 #if defined(__x86_64__)
   *--top = NULL; /* keeps the stack 16-byte aligned at entry */
   *--top = (void *)fiber_main;
@@ -612,8 +614,10 @@ static void start_fiber(Group *group, uint32_t thread) {
   Fiber *fiber = &group->fibers[thread];
   OrderList pending = fiber->pending, release = fiber->release;
   memset(fiber, 0, offsetof(Fiber, msan));
-  memset(fiber->msan.retval, 0, sizeof fiber->msan.retval);
-  memset(fiber->msan.param, 0, sizeof fiber->msan.param);
+  if (launch.checked) {
+    memset(fiber->msan.retval, 0, sizeof fiber->msan.retval);
+    memset(fiber->msan.param, 0, sizeof fiber->msan.param);
+  }
   fiber->pending = pending;
   fiber->release = release;
   fiber->pending.count = fiber->release.count = 0;
@@ -624,7 +628,9 @@ static void start_fiber(Group *group, uint32_t thread) {
   fiber->position[0] = thread % group->size[0];
   fiber->position[1] = thread / group->size[0] % group->size[1];
   fiber->position[2] = thread / (group->size[0] * group->size[1]);
-  fiber_prepare(fiber, group->stacks + (size_t)thread * STACK_BYTES);
+  fiber->stack = group->stacks + (size_t)thread * STACK_BYTES;
+  fiber->stack_shadow = group->stack_shadow ? group->stack_shadow + (size_t)thread * STACK_BYTES : NULL;
+  fiber_prepare(fiber, fiber->stack);
 }
 
 /* Make `group` the threadgroup with linear index `index`. */

@@ -76,7 +76,7 @@ typedef struct {
   uint32_t writable, initialised;
   uint64_t bytes_read, bytes_written;   /* traffic; instrumented kernels only */
   uint64_t unique_read, unique_written; /* distinct bytes; instrumented kernels only */
-  uint8_t *base;                        /* set by the launch */
+  uint8_t *base; /* set by the launch, as is the rest */
   Cells cells;
 } Buffer;
 
@@ -130,6 +130,7 @@ struct Fiber {
   Group *group;
   uint32_t thread, simd, lane;
   uint32_t position[3];
+  uint8_t *stack, *stack_shadow;
   uintptr_t pc;        /* call site it waits at */
   uint32_t mem_flags;  /* of the barrier it waits at */
   uint32_t barriers;   /* threadgroup barriers passed */
@@ -216,7 +217,6 @@ void cells_reset(Cells *cells, uint64_t size);
 void check_pending_store(void);
 bool is_ordered(Access earlier, enum Space space);
 Access make_access(void);
-Buffer *find_buffer(uintptr_t address);
 uint8_t *find_shadow(uintptr_t address, uint64_t size);
 void check_atomic(uintptr_t address, uint32_t size, bool reads, bool writes, uintptr_t pc);
 void count_unique_bytes(void);
