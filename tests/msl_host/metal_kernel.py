@@ -11,7 +11,6 @@ import re
 import sys
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.metadata import distribution
 from pathlib import Path
 
 import mlx.core as mx
@@ -77,9 +76,10 @@ class Options:
 
 def mlx_headers():
     """Folder with MLX's kernel headers, as the installed wheel carries them."""
-    for file in distribution("mlx").files or ():
-        if str(file).endswith("mlx/backend/metal/kernels/utils.h"):
-            return Path(file.locate()).parents[4]
+    for folder in importlib.util.find_spec("mlx").submodule_search_locations:
+        include = Path(folder) / "include"
+        if (include / "mlx/backend/metal/kernels/utils.h").exists():
+            return include
     raise FileNotFoundError("the installed mlx carries no Metal kernel headers")
 
 
@@ -229,8 +229,7 @@ class MetalKernel:
         del stream
         self._check_counts(inputs, output_shapes, output_dtypes)
         values = [_as_input(v, self._row_contiguous) for v in inputs]
-        generated = generate(self._name, self._input_names, self._output_names, self._source, self._header, values,
-                             output_dtypes, template or [], self._atomic)  # fmt: skip
+        generated = self.generate(values, output_dtypes, template or [])
         if verbose:
             print(f"Generated source code for `{self._name}`:\n```\n{generated.text}\n```")
         kernel = _kernel(generated.text, generated.name, self._options.checked)
@@ -241,6 +240,12 @@ class MetalKernel:
         result = kernel.run(args, grid, threadgroup, **how)
         self._options.log.append((self._name, result))
         return [_from_bits(result[n], d) for n, d in zip(self._output_names, output_dtypes)]
+
+    def generate(self, inputs, output_dtypes, template=()):
+        """The Metal text of a call with these inputs; nothing is compiled."""
+        values = [v if isinstance(v, _Input) else _as_input(v, self._row_contiguous) for v in inputs]
+        return generate(self._name, self._input_names, self._output_names, self._source, self._header, values,
+                        output_dtypes, template, self._atomic)  # fmt: skip
 
     def _check_counts(self, inputs, output_shapes, output_dtypes):
         counts = (

@@ -527,11 +527,6 @@ void __ubsan_handle_type_mismatch_v1(const TypeMismatch *data, uint64_t address)
   add_located("misaligned", &data->at, CALLER, text, address & ((1ull << data->log_alignment) - 1));
 }
 
-void __ubsan_handle_shift_out_of_bounds(const SourceLocation *at, uint64_t left, uint64_t right) {
-  (void)left;
-  add_located("shift-out-of-range", at, CALLER, "shift by", right);
-}
-
 void __ubsan_handle_divrem_overflow(const SourceLocation *at, uint64_t left, uint64_t right) {
   (void)right;
   add_located("division-by-zero", at, CALLER, "integer division of", left);

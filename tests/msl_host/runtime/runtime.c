@@ -514,7 +514,9 @@ static bool resolve_simd(Group *group, uint32_t simd, uint32_t count) {
   launch.progress++;
   if (state == AT_SIMD) {
     launch.statistics.simd_operations++;
+    current = first; /* the operation looks at memory of the group, and may add findings */
     first->operation(lanes, active);
+    current = NULL;
     if (launch.options & OPTION_LOCKSTEP) advance_times(group->simd_time[simd], MEM_DEVICE | MEM_THREADGROUP);
   } else {
     launch.statistics.simdgroup_barriers++;

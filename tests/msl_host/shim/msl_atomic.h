@@ -23,11 +23,12 @@ struct atomic {
 };
 template <class T>
 using _atomic = atomic<T>;
-typedef atomic<int> atomic_int;
-typedef atomic<uint> atomic_uint;
-typedef atomic<float> atomic_float;
-typedef atomic<bool> atomic_bool;
-typedef atomic<ulong> atomic_ulong;
+// Macros: OpenCL has types of these names.
+#define atomic_int atomic<int>
+#define atomic_uint atomic<uint>
+#define atomic_float atomic<float>
+#define atomic_bool atomic<bool>
+#define atomic_ulong atomic<ulong>
 
 MSL_SIMD inline void atomic_thread_fence(mem_flags flags, memory_order order = memory_order_seq_cst,
                                          thread_scope scope = thread_scope_device) {
