@@ -46,7 +46,7 @@ _CHECKED = [
     "-O1", "-fsanitize=kernel-memory,array-bounds,alignment,integer-divide-by-zero",
     "-fsanitize-recover=all",
     # Without this, passing an uninitialised value to an inlined function lets the optimiser drop the path.
-    "-Xclang", "-disable-noundef-analysis",
+    "-Xclang", "-no-enable-noundef-analysis",
 ]  # fmt: skip
 
 
