@@ -44,7 +44,7 @@ _FAST = ["-O2", "-ftrivial-auto-var-init=pattern"]
 # kernel-memory asks the runtime about each access (runtime/check.c); the others name lines themselves.
 _CHECKED = [
     "-O1", "-fsanitize=kernel-memory,array-bounds,alignment,integer-divide-by-zero",
-    "-fsanitize-recover=all",
+    "-fsanitize-recover=all", "-mllvm", "-msan-track-origins=0",
     # Without this, passing an uninitialised value to an inlined function lets the optimiser drop the path.
     "-Xclang", "-no-enable-noundef-analysis",
 ]  # fmt: skip

@@ -168,7 +168,7 @@ class Kernel:
             started = time.thread_time()
             self._runtime.msl_run(ctypes.byref(launch))
             seconds = time.thread_time() - started
-        report = tuple(self._finding(findings[i]) for i in range(launch.finding_count))
+        report = _distinct(self._finding(findings[i]) for i in range(launch.finding_count))
         outputs = {p.name: arrays[p.name] for p in self.parameters if p.writable and p.name in arrays}
         statistics = _statistics(launch.statistics, buffers, names)
         return Result(outputs, report, statistics, seconds, not launch.aborted)
@@ -201,6 +201,14 @@ class Kernel:
             # Findings hold return addresses: the call is the byte before.
             file, line = self._lines.find(raw.pc - 1)
         return Finding(raw.kind.decode(), file or "?", line, raw.text.decode(), tuple(raw.group), raw.thread)
+
+
+def _distinct(findings):
+    """One finding for each kind and line: inlined code is in several places of the library."""
+    first = {}
+    for finding in findings:
+        first.setdefault((finding.kind, finding.file, finding.line), finding)
+    return tuple(first.values())
 
 
 def _as_array(value):

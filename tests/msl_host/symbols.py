@@ -59,13 +59,15 @@ def _unit_header(reader):
     reader.take("B")  # default_is_stmt
     line_base, line_range, opcode_base = reader.take("b"), reader.take("B"), reader.take("B")
     lengths = [reader.take("B") for _ in range(opcode_base - 1)]
-    while reader.text():
-        pass
+    folders = []
+    while folder := reader.text():
+        folders.append(folder)
     files = []
     while name := reader.text():
-        files.append(name)
-        for _ in range(3):
-            reader.leb()
+        folder = reader.leb()
+        files.append(f"{folders[folder - 1]}/{name}" if folder else name)
+        reader.leb()  # time of change
+        reader.leb()  # length
     reader.at = program
     return end, (minimum, line_base, line_range, opcode_base, lengths), files
 

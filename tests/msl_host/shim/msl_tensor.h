@@ -84,10 +84,15 @@ struct msl_descriptor {
   };
 };
 
+// Element type of an operand: of a tensor, of a cooperative tensor, or the type itself.
 template <class T>
 struct msl_element {
   using type = T;
 };
+template <class T>
+struct msl_element<__private T> : msl_element<T> {};
+template <class T>
+struct msl_element<__generic T> : msl_element<T> {};
 template <class E, class X, class K>
 struct msl_element<metal::tensor<E, X, K>> {
   using type = typename metal::tensor<E, X, K>::value_type;
@@ -179,7 +184,7 @@ struct matmul2d {
  private:
   template <class Registers, class A>
   static MSL_SIMD void to_floats(const A& operand, float* values) {
-    if constexpr (msl_is_tensor<A>::value) {
+    if constexpr (msl_is_tensor<metal::remove_addrspace_t<A>>::value) {
       Registers registers;
       registers.load(operand);
       for (int i = 0; i < Registers::capacity; i++) values[i] = (float)registers[i];
