@@ -15,7 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import time
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -89,6 +89,11 @@ class Compiler:
         _run([*front, *flags, *map(str, sources), "-lm", "-lrt", "-o", output])
 
     @property
+    def short_name(self):
+        """"zig" or the name of the program."""
+        return "zig" if self.is_wheel else Path(self.path).name
+
+    @property
     def name(self):
         """For tables: which clang this is."""
         return ("ziglang wheel, " if self.is_wheel else "") + _version(self).split("\n")[0]
@@ -99,11 +104,21 @@ def _version(compiler):
     return compiler.clang(["--version"])
 
 
+_spent = threading.local()
+
+
 def _run(command):
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise CompileError(result.stderr[-8000:] or f"{command[0]} failed with status {result.returncode}")
-    return result.stdout
+    """Run a compiler; returns what it prints. Adds its processor seconds to _spent.seconds of this thread."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=output, stderr=errors)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        _spent.seconds = getattr(_spent, "seconds", 0.0) + usage.ru_utime + usage.ru_stime
+        output.seek(0)
+        errors.seek(0)
+        if process.returncode:
+            raise CompileError(errors.read()[-8000:] or f"{command[0]} failed with status {process.returncode}")
+        return output.read()
 
 
 def _wheel():
@@ -148,9 +163,9 @@ def _digest(*parts):
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
 
 
-def publish(path, write):
+def publish(path, write, reuse=True):
     """Create `path` through `write(temporary path)` unless it exists; safe with parallel processes."""
-    if path.exists():
+    if reuse and path.exists():
         return path
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
     os.close(handle)
@@ -190,7 +205,7 @@ def machine_flags():
 
 @dataclass(frozen=True)
 class Built:
-    """One built kernel. seconds: time spent in the compiler, 0.0 if it came from the cache."""
+    """One built kernel. seconds: processor time of the compiler, 0.0 if it came from the cache."""
 
     path: Path
     parameters: list
@@ -198,32 +213,32 @@ class Built:
 
 
 def build(source, name, template_args=(), function_constants=None, checked=False, includes=(), defines=(),
-          metal_version=310, compiler=None):  # fmt: skip
+          metal_version=310, compiler=None, reuse=True):  # fmt: skip
     """Build kernel `name` of Metal `source`.
 
     template_args: values or C++ spellings; function_constants: values by index or name; includes:
-    folders; defines: "NAME=VALUE"; metal_version: 310 for Metal 3.1, 400 for Metal 4.
+    folders; defines: "NAME=VALUE"; metal_version: 310 for Metal 3.1, 400 for Metal 4; reuse: take
+    it from the cache if it is there.
     Raises CompileError with Metal lines, KeyError if there is no such kernel.
     """
     compiler = compiler or find_compiler()
-    started = time.perf_counter()
+    flags = [*_LANGUAGE, *(_CHECKED if checked else _FAST), *machine_flags()]
+    folder, shim_digest = _shim()
+    version = _version(compiler)
+    _spent.seconds = 0.0
     text = _preprocess(compiler, source, includes, defines, metal_version)
-    preprocessing = time.perf_counter() - started
     rewritten = rewrite(text, function_constants or {})
     full_name = rewritten.host_names.get(name, name)
     parameters = find_signature(text, full_name.split("<")[0].split("::")[-1].strip())
     if template_args:
         full_name += f"<{', '.join(map(literal, template_args))}>"
     code = '#include "msl.h"\nusing namespace metal;\n' + rewritten.text + entry_point(full_name, parameters)
-    folder, shim_digest = _shim()
-    flags = [*_LANGUAGE, *(_CHECKED if checked else _FAST), *machine_flags()]
-    path = cache_folder() / f"kernel-{_digest(code, flags, shim_digest, _version(compiler))}.so"
-    if path.exists():
+    path = cache_folder() / f"kernel-{_digest(code, flags, shim_digest, version)}.so"
+    if reuse and path.exists():
         return Built(path, parameters, 0.0)
-    started = time.perf_counter()
-    publish(path.with_suffix(".cl"), lambda p: Path(p).write_text(code))
-    publish(path, lambda p: compiler.library([*flags, "-I", str(folder), str(path.with_suffix(".cl"))], p))
-    return Built(path, parameters, preprocessing + time.perf_counter() - started)
+    text_path = publish(path.with_suffix(".cl"), lambda p: Path(p).write_text(code))
+    publish(path, lambda p: compiler.library([*flags, "-I", str(folder), str(text_path)], p), reuse)
+    return Built(path, parameters, _spent.seconds)
 
 
 def _preprocess(compiler, source, includes, defines, metal_version):

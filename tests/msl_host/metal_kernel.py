@@ -272,22 +272,23 @@ class MetalKernel:
 
 @contextlib.contextmanager
 def metal_on_cpu(**options):
-    """Inside, mx.fast.metal_kernel makes kernels that run here, and Metal counts as available.
+    """Inside, mx.fast.metal_kernel makes kernels that run here, and a GPU counts as the default device.
 
     options: fields of Options; yields the Options, whose log grows with every launch. Kernels made
     inside keep working afterwards.
     """
     chosen = Options(**options)
-    kept = mx.fast.metal_kernel, mx.metal.is_available
+    kept = mx.fast.metal_kernel, mx.metal.is_available, mx.default_device
 
     def metal_kernel(*args, **kwargs):
         return MetalKernel(chosen, *args, **kwargs)
 
     mx.fast.metal_kernel, mx.metal.is_available = metal_kernel, lambda: True
+    mx.default_device = lambda: mx.Device(mx.gpu)
     try:
         yield chosen
     finally:
-        mx.fast.metal_kernel, mx.metal.is_available = kept
+        mx.fast.metal_kernel, mx.metal.is_available, mx.default_device = kept
 
 
 def load_module(name):

@@ -132,6 +132,8 @@ _SUBSTITUTIONS = [
     for pattern, replacement in (
         # String literals are const in OpenCL.
         (r"(?<!const )\bconstant\s+char\s*\*", "const constant char*"),
+        # What is in constant memory is const in Metal.
+        (rf"(?<!const )\bconstant\s+(?!const\b)({_TYPE})\s*&", r"const constant \1&"),
         # Pointers and references to arrays name private memory; other uses of `thread` are deduced.
         (
             rf"reinterpret_cast<\s*((?:const\s+)?)thread\s+({_TYPE})\s*\*\s*>\s*\(",

@@ -33,6 +33,7 @@ class _Buffer(ctypes.Structure):
 class _Finding(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_char * 32), ("text", ctypes.c_char * 224), ("pc", ctypes.c_uint64),
+        ("outer_pc", ctypes.c_uint64),
         ("file", ctypes.c_char * 160), ("line", ctypes.c_uint32), ("group", ctypes.c_uint32 * 3),
         ("thread", ctypes.c_uint32), ("simd", ctypes.c_uint32), ("lane", ctypes.c_uint32),
     ]  # fmt: skip
@@ -196,10 +197,12 @@ class Kernel:
 
     def _finding(self, raw):
         file, line = raw.file.decode(), raw.line
-        if not line and raw.pc:
+        for pc in (raw.pc, raw.outer_pc):
+            if line or not pc:
+                continue
             self._lines = self._lines or LineTable(self._path)
             # Findings hold return addresses: the call is the byte before.
-            file, line = self._lines.find(raw.pc - 1)
+            file, line = self._lines.find(pc - 1)
         return Finding(raw.kind.decode(), file or "?", line, raw.text.decode(), tuple(raw.group), raw.thread)
 
 

@@ -54,17 +54,17 @@ def test_every_compiler_and_schedule(name, compiler):
         assert bool(found) == bool(case.expected), f"seed {seed}: {found}"
 
 
-@pytest.mark.parametrize("name", LEGAL)
+# What these leave open: the order of float additions, and which threadgroup comes last.
+OPEN_RESULTS = {"float_add_by_compare_exchange", "last_threadgroup"}
+
+
+@pytest.mark.parametrize("name", sorted(set(LEGAL) - OPEN_RESULTS))
 def test_legal_kernel_gives_one_result_under_every_schedule(name):
     case = LEGAL[name]
     kernel = case.kernel(checked=False)
     expected = case.run(kernel)
-    # Float sums through atomics, and the waiting threadgroups of some, depend on the order by design.
-    if name in {"float_add_by_compare_exchange"}:
-        pytest.skip("the order of its additions is open")
     for seed in range(3):
         result = case.run(kernel, seed=seed)
         assert result.completed
-        for output in ("out", "scratch"):
-            if output in expected.outputs and name != "last_threadgroup":
-                assert np.array_equal(result[output].view(np.uint32), expected[output].view(np.uint32))
+        for output in {"out", "scratch"} & set(expected.outputs):
+            assert np.array_equal(result[output].view(np.uint32), expected[output].view(np.uint32))

@@ -809,14 +809,29 @@ static uintptr_t interrupted_pc(const ucontext_t *context) {
 #endif
 }
 
+/* The innermost return address into the kernel on the interrupted stack, 0 if none is near. */
+static uint64_t calling_pc(const ucontext_t *context) {
+  enum { WORDS = 128 };
+#if defined(__x86_64__)
+  const uint64_t *word = (const uint64_t *)context->uc_mcontext.gregs[REG_RSP];
+#else
+  const uint64_t *word = (const uint64_t *)context->uc_mcontext.sp;
+#endif
+  const uint64_t *end = (const uint64_t *)(current->stack + STACK_BYTES);
+  if ((const uint8_t *)word < current->stack) return 0;
+  for (int i = 0; i < WORDS && word < end; i++, word++)
+    if (*word >= launch.library_base && *word < launch.library_end) return *word - launch.library_base;
+  return 0;
+}
+
 static void on_signal(int number, siginfo_t *info, void *context) {
   if (!current) {
     if (number == SIGPROF) return;
     signal(number, SIG_DFL); /* not the kernel's doing: let it happen again */
     return;
   }
+  uint32_t before = launch.finding_count;
   uintptr_t pc = interrupted_pc(context) + 1; /* findings hold return addresses */
-  if (pc < launch.library_base || pc >= launch.library_end) pc = current->pc; /* inside the runtime */
   if (number == SIGPROF)
     add_finding("time-limit", pc, "still running after the time limit");
   else if (number == SIGFPE)
@@ -825,6 +840,7 @@ static void on_signal(int number, siginfo_t *info, void *context) {
     add_finding("trap", pc, "reached code that the compiler holds impossible");
   else
     add_finding("wild-address", pc, "access to address %p", info->si_addr);
+  if (launch.finding_count > before) last_finding()->outer_pc = calling_pc(context);
   fiber_abort();
 }
 

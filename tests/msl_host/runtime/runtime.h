@@ -162,7 +162,8 @@ struct Group {
 typedef struct {
   char kind[32];
   char text[224];
-  uint64_t pc;     /* offset in the kernel's library; 0 if none */
+  uint64_t pc;       /* offset in the kernel's library; 0 if none */
+  uint64_t outer_pc; /* where it was called from, for findings of signals */
   char file[160];  /* set only where the instrumentation names the line itself */
   uint32_t line;
   uint32_t group[3];
