@@ -37,13 +37,13 @@ _LANGUAGE = [
     "-x", "clcpp", "-cl-std=CLC++2021", "-cl-no-stdinc", "-fdeclspec", "-cl-single-precision-constant",
     "-Xclang", "-cl-ext=+cl_khr_fp16,+cl_khr_fp64,+__opencl_c_generic_address_space",
     # Metal rounds half and bfloat after every operation, and never fuses behind our back.
-    "-ffp-contract=off", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none",
+    "-ffp-contract=off", "-fno-finite-loops", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none",
     "-fPIC", "-g1", "-gdwarf-4", "-fno-stack-protector", "-Wno-everything", "-Wno-error=static-float-init",
 ]  # fmt: skip
 _FAST = ["-O2", "-ftrivial-auto-var-init=pattern"]
 # kernel-memory asks the runtime about each access (runtime/check.c); the others name lines themselves.
 _CHECKED = [
-    "-O1", "-fsanitize=kernel-memory,array-bounds,alignment,integer-divide-by-zero",
+    "-O1", "-fsanitize=kernel-memory,array-bounds,local-bounds,alignment,integer-divide-by-zero",
     "-fsanitize-recover=all", "-mllvm", "-msan-track-origins=0",
     # Without this, passing an uninitialised value to an inlined function lets the optimiser drop the path.
     "-Xclang", "-no-enable-noundef-analysis",
@@ -253,10 +253,14 @@ def _preprocess(compiler, source, includes, defines, metal_version):
 
 @cache
 def runtime():
-    """The runtime as a loaded library; built at first use. One for each process."""
+    """The runtime as a loaded library; built at first use. One for each process.
+
+    MSL_HOST_RUNTIME: another folder with its sources, for tests of the tests.
+    """
     compiler = find_compiler()
-    sources = sorted((HERE / "runtime").glob("*.c"))
-    texts = [p.read_text() for p in (HERE / "runtime" / "runtime.h", *sources)]
+    folder = Path(os.environ.get("MSL_HOST_RUNTIME") or HERE / "runtime")
+    sources = sorted(folder.glob("*.c"))
+    texts = [p.read_text() for p in (folder / "runtime.h", *sources)]
     path = cache_folder() / f"runtime-{_digest(*texts, _version(compiler))}.so"
     publish(path, lambda p: compiler.host_library(sources, p))
     # Kernels find msl_* and the mathematics of the C library through this one.

@@ -143,6 +143,7 @@ _SUBSTITUTIONS = [
         (rf"\bthread(?=\s+{_TYPE}\s*\*)", "__private"),
         # clang converts half to bfloat through float only.
         (r"\bstatic_cast<([^;(){}&*]+?)>\s*\(", r"msl_cast<\1>("),
+        (r"(?<!operator )\b(half|bfloat|float16_t|bfloat16_t)\s*\((?!\s*[&*)])", r"msl_cast<\1>("),
         # clang's OpenCL mode mistakes the deduced type of this pointer step (MLX's loaders).
         (r"\bsrc\s*\+=\s*(str_\w+);", r"src += (int)(\1);"),
         # C++17 has no class template arguments: the descriptor becomes a type.

@@ -837,7 +837,7 @@ static void on_signal(int number, siginfo_t *info, void *context) {
   else if (number == SIGFPE)
     add_finding("division-by-zero", pc, "integer division");
   else if (number == SIGILL)
-    add_finding("trap", pc, "reached code that the compiler holds impossible");
+    add_finding("private-out-of-bounds", pc, "beyond a private array (or other code the compiler holds impossible)");
   else
     add_finding("wild-address", pc, "access to address %p", info->si_addr);
   if (launch.finding_count > before) last_finding()->outer_pc = calling_pc(context);

@@ -6,7 +6,7 @@ namespace metal {
   MSL_F inline constexpr T max(T a, T b) { return a > b ? a : b; }                      \
   MSL_F inline constexpr T min(T a, T b) { return a < b ? a : b; }                      \
   MSL_F inline constexpr T clamp(T x, T low, T high) { return min(max(x, low), high); } \
-  MSL_F inline constexpr T abs(T x) { return x < (T)0 ? (T)-x : x; }
+  MSL_F inline constexpr T abs(T x) { return x < (T)0 ? (T)(0ul - (ulong)x) : x; }
 MSL_INTEGER_FUNCTIONS(char)
 MSL_INTEGER_FUNCTIONS(signed char)
 MSL_INTEGER_FUNCTIONS(uchar)

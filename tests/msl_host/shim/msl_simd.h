@@ -147,7 +147,8 @@ MSL_SIMD T msl_reduce_lanes(T value, int width) {
     for (int step = 1; step < width; step *= 2)
       for (int lane = 0; lane < 32; lane += 2 * step) {
         if (!(present >> (lane + step) & 1)) continue;
-        values[lane] = present >> lane & 1 ? msl_combine<Op>(values[lane], values[lane + step]) : values[lane + step];
+        if (present >> lane & 1) values[lane] = msl_combine<Op>(values[lane], values[lane + step]);
+        else values[lane] = values[lane + step];
         present |= 1u << lane;
       }
     return values[msl_own_lane() / width * width];

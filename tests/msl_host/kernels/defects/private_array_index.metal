@@ -7,5 +7,5 @@ using namespace metal;
     device float* out [[buffer(1)]],
     uint i [[thread_position_in_grid]]) {
   float table[4] = {1, 2, 3, 4};
-  out[i] = x[i] * table[i & 7];  // DEFECT array-index
+  out[i] = x[i] * table[i & 7];  // DEFECT array-index private-out-of-bounds
 }
