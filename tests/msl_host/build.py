@@ -35,7 +35,8 @@ METAL_HEADERS = (
 _PREPROCESS = ["-x", "c++", "-std=c++17", "-E", "-nostdinc", "-U__x86_64__", "-U__aarch64__", "-U__linux__"]
 _LANGUAGE = [
     "-x", "clcpp", "-cl-std=CLC++2021", "-cl-no-stdinc", "-fdeclspec", "-cl-single-precision-constant",
-    "-Xclang", "-cl-ext=+cl_khr_fp16,+cl_khr_fp64,+__opencl_c_generic_address_space",
+    "-Xclang", "-cl-ext=+cl_khr_fp16,+cl_khr_fp64,+__opencl_c_fp64,+__opencl_c_generic_address_space",
+    "-Xclang", "-cl-ext=+__cl_clang_function_pointers",
     # Metal rounds half and bfloat after every operation, and never fuses behind our back.
     "-ffp-contract=off", "-fno-finite-loops", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none",
     "-fPIC", "-g1", "-gdwarf-4", "-fno-stack-protector", "-Wno-everything", "-Wno-error=static-float-init",
@@ -219,9 +220,11 @@ def build(source, name, template_args=(), function_constants=None, checked=False
     template_args: values or C++ spellings; function_constants: values by index or name; includes:
     folders; defines: "NAME=VALUE"; metal_version: 310 for Metal 3.1, 400 for Metal 4; reuse: take
     it from the cache if it is there.
-    Raises CompileError with Metal lines, KeyError if there is no such kernel.
+    Raises CompileError with Metal lines, KeyError if there is no such kernel, CompilerMissing.
     """
     compiler = compiler or find_compiler()
+    if checked and platform.machine() != "x86_64":
+        raise CompilerMissing("checked kernels need x86-64: clang instruments memory (kernel-memory) there only")
     flags = [*_LANGUAGE, *(_CHECKED if checked else _FAST), *machine_flags()]
     folder, shim_digest = _shim()
     version = _version(compiler)

@@ -137,7 +137,8 @@ static bool write_is_unordered(Access writer, uint8_t flags, enum Space space) {
   return !is_ordered(writer, space);
 }
 
-static void check_read(const Place *at, uint64_t size) {
+/* Copies of whole objects may hold padding: for them what was never written shows where it is used. */
+static uint8_t *check_read(const Place *at, uint64_t size, bool is_copy) {
   Access now = make_access();
   Cells *cells = at->cells;
   bool raced = false;
@@ -150,12 +151,14 @@ static void check_read(const Place *at, uint64_t size) {
     cells->flags[i] = (uint8_t)((cells->flags[i] & ~READERS) | readers | WAS_READ);
     cells->reader[i] = now;
   }
+  if (is_copy) return cells->shadow + at->offset;
   for (uint64_t i = at->offset; i < at->offset + size; i++) {
     if (!cells->shadow[i]) continue;
     add_finding(at->space == DEVICE ? "uninitialised-device" : "uninitialised-threadgroup", at->pc,
                 "'%s' byte %lu was never written", at->name, (unsigned long)i);
     break;
   }
+  return clean_shadow;
 }
 
 /* A write over another write is judged once the new value is there: the same value is benign. */
@@ -197,16 +200,9 @@ static void check_atomic_cell(const Place *at, uint64_t i, bool writes) {
   cells->reader[i] = 0;
 }
 
-/* The padding of a 3-vector stored as 16 bytes carries no value. */
-static bool is_vector_padding(const uint8_t *shadow, uint32_t size) {
-  static const uint8_t none[12];
-  return size == 16 && !memcmp(shadow, none, 12);
-}
-
 static void check_stored_value(PendingStore *store) {
   for (uint32_t i = 0; i < store->size; i++) {
     if (!store->shadow[i]) continue;
-    if (is_vector_padding(store->shadow, store->size)) return;
     add_finding("uninitialised-private", store->pc, "stores a value computed from an uninitialised variable");
     memset(store->shadow, 0, store->size);
     return;
@@ -328,10 +324,7 @@ static uint8_t *check_buffer(Buffer *buffer, uintptr_t address, uint64_t size, b
     return is_write ? ignored_shadow : clean_shadow;
   }
   Place at = {&buffer->cells, buffer->name, DEVICE, offset, pc};
-  if (!is_write) {
-    check_read(&at, size);
-    return clean_shadow;
-  }
+  if (!is_write) return check_read(&at, size, is_copy);
   check_write(&at, size);
   note_store(&at, (uint8_t *)address, size, is_copy);
   return buffer->cells.shadow + offset;
@@ -342,10 +335,7 @@ static uint8_t *check_group_memory(uintptr_t address, uint64_t size, bool is_wri
   const Slot *slot = find_slot(offset, size);
   if (!slot) threadgroup_out_of_bounds(offset, size, is_write, pc);
   Place at = {&current->group->cells, slot->name, THREADGROUP, offset, pc};
-  if (!is_write) {
-    check_read(&at, size);
-    return clean_shadow;
-  }
+  if (!is_write) return check_read(&at, size, is_copy);
   check_write(&at, size);
   note_store(&at, (uint8_t *)address, size, is_copy);
   return current->group->cells.shadow + offset;

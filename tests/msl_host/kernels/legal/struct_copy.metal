@@ -1,10 +1,11 @@
-// A struct with padding goes through threadgroup memory.
+// A struct with padding goes through threadgroup memory, and through an array that stays in memory.
 #include <metal_stdlib>
 using namespace metal;
 
 struct Item {
   uchar tag;
-  float value;
+  float value[4];
+  uchar end;
 };
 
 [[kernel]] void k(
@@ -13,11 +14,15 @@ struct Item {
     uint i [[thread_position_in_grid]],
     uint t [[thread_index_in_threadgroup]]) {
   threadgroup Item items[128];
-  Item mine;
-  mine.tag = t & 1;
-  mine.value = x[i];
-  items[t] = mine;
+  Item kept[3];
+  for (int j = 0; j < 3; j++) {
+    kept[j].tag = (t + j) & 1;
+    for (int l = 0; l < 4; l++) kept[j].value[l] = x[i] * (l + 1);
+    kept[j].end = uchar(j);
+  }
+  items[t] = kept[t % 3];
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  Item other = items[127 - t];
-  out[i] = other.tag ? other.value : -other.value;
+  kept[i % 3] = items[127 - t];
+  Item other = kept[i % 3];
+  out[i] = other.tag ? other.value[t & 3] : -other.value[0] - other.end;
 }
