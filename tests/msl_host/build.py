@@ -38,7 +38,8 @@ _LANGUAGE = [
     "-Xclang", "-cl-ext=+cl_khr_fp16,+cl_khr_fp64,+__opencl_c_fp64,+__opencl_c_generic_address_space",
     "-Xclang", "-cl-ext=+__cl_clang_function_pointers",
     # Metal rounds half and bfloat after every operation, and never fuses behind our back.
-    "-ffp-contract=off", "-fno-finite-loops", "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none",
+    "-ffp-contract=off", "-fno-finite-loops",
+    "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none",
     "-fPIC", "-g1", "-gdwarf-4", "-fno-stack-protector", "-Wno-everything", "-Wno-error=static-float-init",
 ]  # fmt: skip
 _FAST = ["-O2", "-ftrivial-auto-var-init=pattern"]

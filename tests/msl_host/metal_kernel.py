@@ -255,7 +255,8 @@ class MetalKernel:
         )
         for what, names, given in counts:
             if len(names) != len(given):
-                raise ValueError(f"[metal_kernel] Expected `{what}` to have size {len(names)} but got size {len(given)}.")
+                expected = f"Expected `{what}` to have size {len(names)}"
+                raise ValueError(f"[metal_kernel] {expected} but got size {len(given)}.")
 
     def _arguments(self, kernel, values, output_shapes, output_dtypes, init_value):
         args = {}

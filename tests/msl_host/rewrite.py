@@ -73,7 +73,8 @@ def rewrite(text, function_constants):
 def _take_instantiations(text):
     """Drop `template [[host_name("h")]] [[kernel]] decltype(f<..>) f<..>;` and note h -> f<..>."""
     pattern = re.compile(
-        r'template\s*\[\[\s*host_name\("([^"]+)"\)\s*\]\]\s*(?:\[\[\s*kernel\s*\]\]|kernel)?\s*decltype\(([^;]*?)\)[^;]*;'
+        r'template\s*\[\[\s*host_name\("([^"]+)"\)\s*\]\]\s*(?:\[\[\s*kernel\s*\]\]|kernel)?'
+        r"\s*decltype\(([^;]*?)\)[^;]*;"
     )
     names = {m.group(1): " ".join(m.group(2).split()) for m in pattern.finditer(text)}
     return pattern.sub(";", text), names

@@ -3,7 +3,7 @@
 import ctypes
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -81,7 +81,8 @@ class Finding:
     thread: int
 
     def __str__(self):
-        return f"{self.file}:{self.line}: {self.kind}: {self.text} (threadgroup {self.threadgroup}, thread {self.thread})"
+        who = f"threadgroup {self.threadgroup}, thread {self.thread}"
+        return f"{self.file}:{self.line}: {self.kind}: {self.text} ({who})"
 
 
 @dataclass(frozen=True)
@@ -107,13 +108,17 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Result:
-    """What one launch produced. outputs: a new array for each writable buffer; seconds: processor time of the launch."""
+    """What one launch produced.
+
+    outputs: a new array for each writable buffer; seconds: processor time; completed: False where the
+    launch was ended early, by a defect that left nothing to go on with.
+    """
 
     outputs: dict
     report: tuple
     statistics: Statistics
     seconds: float
-    completed: bool = field(default=True)
+    completed: bool = True
 
     @property
     def defects(self):

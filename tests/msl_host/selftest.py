@@ -28,7 +28,7 @@ def _print_environment():
     print(f"kernels from mlx {version('mlx')} and mlx-lm {version('mlx-lm')}, as installed")
     if not headers.old():
         print("*" * 100)
-        print(f"*** mlx {headers.OLD_VERSION} could not be fetched (no package index?): its rows are LEFT OUT of this run")
+        print(f"*** mlx {headers.OLD_VERSION} could not be fetched (no package index?): its rows are LEFT OUT")
         print("*" * 100)
 
 

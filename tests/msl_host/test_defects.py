@@ -58,6 +58,7 @@ def test_every_compiler_and_schedule(name, compiler):
 OPEN_RESULTS = {"float_add_by_compare_exchange", "last_threadgroup"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(LEGAL) - OPEN_RESULTS))
 def test_legal_kernel_gives_one_result_under_every_schedule(name):
     case = LEGAL[name]

@@ -54,7 +54,7 @@ MUTATIONS = {
         ["uninitialised_branch"],
     ),
     "shadow through SIMD operations": (
-        "runtime.c",
+        "simd.c",
         "if (launch.checked) memcpy(find_shadow((uintptr_t)to, size), find_shadow((uintptr_t)from, size), size);",
         "",
         ["uninitialised_through_simd"],
@@ -121,7 +121,7 @@ MUTATIONS = {
         ["two_barriers"],
     ),
     "lanes that do not take part": (
-        "runtime.c",
+        "simd.c",
         'add_finding("simd-inactive-lane", current->pc, "reads lane',
         'if (0) add_finding("simd-inactive-lane", current->pc, "reads lane',
         ["shuffle_inactive"],

@@ -201,6 +201,7 @@ enum { ARENA_PAGE = 65536 };
 
 extern Launch launch;
 extern Fiber *current;
+extern bool fiber_is_running; /* false while the scheduler acts for `current` */
 
 /* runtime.c */
 void fiber_yield(void);
@@ -209,6 +210,12 @@ void add_finding(const char *kind, uintptr_t pc, const char *format, ...) __attr
 Finding *last_finding(void);
 void *map_memory(size_t size);
 void unmap_memory(void *memory, size_t size);
+
+void simd_operation(SimdOperation operation, void *arguments, uintptr_t pc);
+
+/* signals.c */
+void catch_signals(double time_limit);
+void release_signals(void);
 
 /* check.c */
 void cells_create_flags(Cells *cells, uint64_t size);
@@ -226,6 +233,10 @@ void count_unique_bytes(void);
 const Order *find_order(const OrderList *list, Access access, enum Space space);
 void orders_clear(void);
 void order_list_free(OrderList *list);
+
+#define FOR_ACTIVE(lane, active) \
+  for (uint32_t lane = 0; lane < SIMD_WIDTH; lane++) \
+    if ((active) >> lane & 1)
 
 #define CALLER ((uintptr_t)__builtin_return_address(0))
 
