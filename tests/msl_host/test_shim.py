@@ -54,12 +54,16 @@ def test_binary_mathematics_and_comparisons():
     x = np.random.default_rng(0).uniform(-4, 4, 64).astype(np.float32)
     wide = x.astype(np.float64)
     cases = {
-        "max(v, 0.5f)": np.maximum(x, 0.5), "min(v, 0.5f)": np.minimum(x, 0.5), "clamp(v, -1.0f, 1.0f)": np.clip(x, -1, 1),
-        "fma(v, v, v)": wide * wide + wide, "pow(fabs(v), 1.5f)": np.abs(wide) ** 1.5, "atan2(v, 2.0f)": np.arctan2(wide, 2),
-        "fmod(v, 1.5f)": np.fmod(wide, 1.5), "copysign(2.0f, v)": np.copysign(2, x), "mix(v, 1.0f, 0.25f)": wide * 0.75 + 0.25,
+        "max(v, 0.5f)": np.maximum(x, 0.5), "min(v, 0.5f)": np.minimum(x, 0.5),
+        "clamp(v, -1.0f, 1.0f)": np.clip(x, -1, 1),
+        "fma(v, v, v)": wide * wide + wide, "pow(fabs(v), 1.5f)": np.abs(wide) ** 1.5,
+        "atan2(v, 2.0f)": np.arctan2(wide, 2),
+        "fmod(v, 1.5f)": np.fmod(wide, 1.5), "copysign(2.0f, v)": np.copysign(2, x),
+        "mix(v, 1.0f, 0.25f)": wide * 0.75 + 0.25,
         "step(0.0f, v)": (x >= 0) * 1.0, "select(v, 9.0f, v > 1.0f)": np.where(x > 1, 9, x), "ldexp(v, 3)": x * 8,
         "isnan(v / 0.0f * 0.0f) ? 1.0f : 0.0f": np.ones(64), "max3(v, 0.0f, 1.0f)": np.maximum(x, 1),
-        "float(signbit(v))": (x < 0) * 1.0, "fdim(v, 1.0f)": np.maximum(x - 1, 0), "numeric_limits<float>::max()": np.full(64, 3.4028235e38),
+        "float(signbit(v))": (x < 0) * 1.0, "fdim(v, 1.0f)": np.maximum(x - 1, 0),
+        "numeric_limits<float>::max()": np.full(64, 3.4028235e38),
     }  # fmt: skip
     for (name, expected), row in zip(cases.items(), run(list(cases), x)):
         assert np.allclose(row, expected, rtol=2e-6, atol=2e-6), name
@@ -132,7 +136,8 @@ def test_simd_sum_adds_in_butterfly_order(kind, dtype):
 def test_simd_reductions_of_integers_and_prefixes():
     x = np.random.default_rng(0).integers(1, 2**31, 32).astype(np.uint32)
     cases = {
-        "simd_sum(v)": x.sum(dtype=np.uint32), "simd_and(v)": np.bitwise_and.reduce(x), "simd_or(v)": np.bitwise_or.reduce(x),
+        "simd_sum(v)": x.sum(dtype=np.uint32), "simd_and(v)": np.bitwise_and.reduce(x),
+        "simd_or(v)": np.bitwise_or.reduce(x),
         "simd_xor(v)": np.bitwise_xor.reduce(x), "simd_product(v)": np.multiply.reduce(x),
         "uint(simd_min(ushort(v)))": (x & 0xFFFF).min(), "simd_prefix_inclusive_sum(v)": np.cumsum(x, dtype=np.uint32),
         "simd_prefix_exclusive_sum(v)": np.cumsum(x, dtype=np.uint32) - x,
@@ -157,7 +162,8 @@ def test_vectors():
     cases = {
         "float4(v, 1, 2, 3).wzyx.x": 3, "float4(v, 1, 2, 3).yz.y": 2, "float3(float2(v, 4), 5).z": 5,
         "dot(float3(1, 2, 3), float3(v, v, v))": 6, "float4(v).a": 1, "(float2(1, 2) * 3.0f + float2(v)).y": 7,
-        "float(all(float2(1, 2) < float2(2, 3)))": 1, "swizzled.x * 10 + swizzled.y": 21, "float(uchar4(1, 2, 3, 250)[3])": 250,
+        "float(all(float2(1, 2) < float2(2, 3)))": 1, "swizzled.x * 10 + swizzled.y": 21,
+        "float(uchar4(1, 2, 3, 250)[3])": 250,
         "max(float2(1, 5), float2(v, 2)).y": 5, "float(as_type<uchar4>(0x04030201u).z)": 3, "float(sizeof(float3))": 16,
         "float(sizeof(packed_float3))": 12, "float(int4(float4(1.9f, 2, 3, 4)).x)": 1, "length(float2(3, 4))": 5,
     }  # fmt: skip
@@ -191,9 +197,10 @@ TENSORS = HEAD + """
 [[kernel]] void k(device half* a [[buffer(0)]], device half* b [[buffer(1)]], device float* c [[buffer(2)]],
                   const constant int3& size [[buffer(3)]]) {
   using shape = metal::dextents<int32_t, 2>;
-  metal::tensor<device half, shape, metal::tensor_inline> ta(a, shape(size.z, size.x), metal::array<int32_t, 2>{1, size.z});
-  metal::tensor<device half, shape, metal::tensor_inline> tb(b, shape(size.y, size.z), metal::array<int32_t, 2>{1, size.y});
-  metal::tensor<device float, shape, metal::tensor_inline> tc(c, shape(size.y, size.x), metal::array<int32_t, 2>{1, size.y});
+  using strides = metal::array<int32_t, 2>;
+  metal::tensor<device half, shape, metal::tensor_inline> ta(a, shape(size.z, size.x), strides{1, size.z});
+  metal::tensor<device half, shape, metal::tensor_inline> tb(b, shape(size.y, size.z), strides{1, size.y});
+  metal::tensor<device float, shape, metal::tensor_inline> tc(c, shape(size.y, size.x), strides{1, size.y});
   constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
       16, 32, 32, false, false, false, mpp::tensor_ops::matmul2d_descriptor::mode::multiply);
   mpp::tensor_ops::matmul2d<descriptor, metal::execution_simdgroup> op;
@@ -207,7 +214,7 @@ TENSORS = HEAD + """
 def test_tensor_products_are_masked_at_the_edges(sizes):
     rows, columns, depth = sizes
     rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((rows, depth)).astype(np.float16), rng.standard_normal((depth, columns)).astype(np.float16)
+    a, b = (rng.standard_normal(shape).astype(np.float16) for shape in ((rows, depth), (depth, columns)))
     size = np.array([rows, columns, depth, 0], np.int32)
     kernel = Kernel(TENSORS, "k", checked=True, metal_version=400)
     result = kernel.run(dict(a=a, b=b, c=Uninitialised((rows, columns), np.float32), size=size), 32, 32)

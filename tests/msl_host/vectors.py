@@ -34,7 +34,8 @@ def _constructors(count):
     yield f"template <int I = 0> MSL_F constexpr vec(const __constant vec& o) : {_each(count, '{c}(o.{c})')} {{}}"
     yield f"MSL_F constexpr vec(T s) : {_each(count, '{c}(s)')} {{}}"
     yield f"MSL_F constexpr vec({_each(count, 'T {c}_')}) : {_each(count, '{c}({c}_)')} {{}}"
-    yield f"template <typename U> MSL_F constexpr explicit vec(vec<U, {count}> o) : {_each(count, '{c}(T(o.{c}))')} {{}}"
+    converted = _each(count, "{c}(T(o.{c}))")
+    yield f"template <typename U> MSL_F constexpr explicit vec(vec<U, {count}> o) : {converted} {{}}"
     for parts in _partitions(count):
         if len(parts) in (1, count):
             continue
@@ -57,10 +58,11 @@ def _operators(count):
         yield f"MSL_F vec& operator{op}=(vec b) {{ *this = *this {op} b; return *this; }}"
     for op in "-~":
         yield f"MSL_F friend constexpr vec operator{op}(vec a) {{ return vec({_each(count, f'T({op}a.{{c}})')}); }}"
+    flags = f"vec<bool, {count}>"
     for op in COMPARISONS:
         result = _each(count, "a.{c} " + op + " b.{c}")
-        yield f"MSL_F friend constexpr vec<bool, {count}> operator{op}(vec a, vec b) {{ return vec<bool, {count}>({result}); }}"
-    yield f"MSL_F friend constexpr vec<bool, {count}> operator!(vec a) {{ return vec<bool, {count}>({_each(count, '!a.{c}')}); }}"
+        yield f"MSL_F friend constexpr {flags} operator{op}(vec a, vec b) {{ return {flags}({result}); }}"
+    yield f"MSL_F friend constexpr {flags} operator!(vec a) {{ return {flags}({_each(count, '!a.{c}')}); }}"
 
 
 def _swizzle(name, members):

@@ -266,8 +266,11 @@ def steel_attention(include, queries, keys, values, causal=False, matrix_units=F
 
 
 def gated_delta(include, form, q, k, v, g, beta, state, **how):
-    """One of MLX's own gated-delta kernels; q, k (B, T, Hk, Dk), v (B, T, Hv, Dv), g, beta (B, T, Hv), bfloat
-    bits; state (B, Hv, Dv, Dk) float32. form: "seq", "fused_chunk" or "fused_nax". Returns ((y, state), Result)."""
+    """One of MLX's own gated-delta kernels: form "seq", "fused_chunk" or "fused_nax".
+
+    q, k (B, T, Hk, Dk), v (B, T, Hv, Dv), g, beta (B, T, Hv) are bfloat bits, state (B, Hv, Dv, Dk) is
+    float32. Returns ((y, state), Result).
+    """
     batch, steps, k_heads, k_dim = k.shape
     v_heads, v_dim = v.shape[2:]
     args = dict(
