@@ -204,8 +204,9 @@ def steel_gemm(include, a, b, transpose_a=False, transpose_b=True, matrix_units=
     else:
         text = source("steel/gemm/gemm.h", "steel/gemm/kernels/steel_gemm_fused.h")
     params = _gemm_params(rows, columns, depth, a.shape[1], b.shape[1], tiles, depth // blocks[2])
-    made = kernel(text, "gemm", (dtype, *blocks, 2, 2, transpose_a, transpose_b), include,
-                  _NO_EPILOGUE | _aligned((rows, columns, depth), blocks), 400 if matrix_units else 310, **how)  # fmt: skip
+    constants = _NO_EPILOGUE | _aligned((rows, columns, depth), blocks)
+    made = kernel(text, "gemm", (dtype, *blocks, 2, 2, transpose_a, transpose_b), include, constants,
+                  400 if matrix_units else 310, **how)  # fmt: skip
     result = made.run(dict(A=a, B=b, D=Uninitialised((rows, columns), a.dtype), params=params),
                       _by_groups((tiles[1], tiles[0], 1), (32, 2, 2)), (32, 2, 2), **_run_options(how))  # fmt: skip
     return result["D"], result
