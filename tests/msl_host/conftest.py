@@ -1,0 +1,1 @@
+from msl_host.fixtures import four_ways  # noqa: F401

@@ -1,0 +1,24 @@
+// A relaxed flag taken for a lock: the data behind it is not ordered.
+// run: resident=4
+#include <metal_stdlib>
+using namespace metal;
+
+[[kernel]] void k(
+    const device float* x [[buffer(0)]],
+    device float* out [[buffer(1)]],
+    device float* scratch [[buffer(4)]],
+    device atomic_uint* count [[buffer(3)]],
+    uint i [[thread_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]],
+    uint g [[threadgroup_position_in_grid]]) {
+  scratch[i] = x[i];
+  threadgroup_barrier(mem_flags::mem_device);
+  if (t == 0) atomic_store_explicit(&count[g], 1u, memory_order_relaxed);
+  uint from = g ^ 1;
+  if (t == 0) {
+    while (atomic_load_explicit(&count[from], memory_order_relaxed) == 0) {
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_device);
+  out[i] = scratch[from * 128 + t];  // DEFECT race-read-after-write
+}

@@ -1,0 +1,14 @@
+// A barrier that orders no memory.
+#include <metal_stdlib>
+using namespace metal;
+
+[[kernel]] void k(
+    const device float* x [[buffer(0)]],
+    device float* out [[buffer(1)]],
+    uint i [[thread_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]]) {
+  threadgroup float tile[128];
+  tile[t] = x[i];
+  threadgroup_barrier(mem_flags::mem_none);
+  out[i] = tile[127 - t];  // DEFECT race-read-after-write
+}

@@ -1,0 +1,24 @@
+// The last threadgroup sums what the others wrote, ordered by a relaxed counter only.
+#include <metal_stdlib>
+using namespace metal;
+
+[[kernel]] void k(
+    const device float* x [[buffer(0)]],
+    device float* out [[buffer(1)]],
+    device float* scratch [[buffer(4)]],
+    device atomic_uint* count [[buffer(3)]],
+    uint i [[thread_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]],
+    uint g [[threadgroup_position_in_grid]],
+    uint groups [[threadgroups_per_grid]]) {
+  threadgroup bool last;
+  scratch[i] = x[i];
+  threadgroup_barrier(mem_flags::mem_device);
+  if (t == 0) last = atomic_fetch_add_explicit(&count[0], 1u, memory_order_relaxed) == groups - 1;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (!last) return;
+  float sum = 0;
+  for (uint other = 0; other < groups; other++)
+    sum += scratch[other * 128 + t];  // DEFECT race-read-after-write
+  out[t] = sum;
+}

@@ -1,0 +1,17 @@
+// Written, barrier, read, and at once written again.
+#include <metal_stdlib>
+using namespace metal;
+
+[[kernel]] void k(
+    const device float* x [[buffer(0)]],
+    device float* out [[buffer(1)]],
+    uint i [[thread_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]]) {
+  threadgroup float tile[128];
+  tile[t] = x[i];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  float v = tile[127 - t];  // DEFECT race-read-after-write
+  tile[t] = 2 * v;  // DEFECT race-write-after-read
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  out[i] = tile[t];
+}

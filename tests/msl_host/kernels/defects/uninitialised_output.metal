@@ -1,0 +1,10 @@
+// Accumulates into an output that nobody set.
+#include <metal_stdlib>
+using namespace metal;
+
+[[kernel]] void k(
+    const device float* x [[buffer(0)]],
+    device float* out [[buffer(1)]],
+    uint i [[thread_position_in_grid]]) {
+  out[i] += x[i];  // DEFECT uninitialised-device
+}

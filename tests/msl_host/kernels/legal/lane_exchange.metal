@@ -1,0 +1,14 @@
+// Lanes exchange through memory, with the barrier of their SIMD-group.
+#include <metal_stdlib>
+using namespace metal;
+
+[[kernel]] void k(
+    const device float* x [[buffer(0)]],
+    device float* out [[buffer(1)]],
+    uint i [[thread_position_in_grid]],
+    uint t [[thread_index_in_threadgroup]]) {
+  threadgroup float tile[128];
+  tile[t] = x[i];
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  out[i] = tile[t ^ 1];
+}
