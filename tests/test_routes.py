@@ -21,11 +21,11 @@ def fresh():
 
 
 def test_counts_by_route_and_reason():
-    routes.fast("a", "cpu")
-    routes.fast("a", "cpu")
-    routes.stock("a", "too wide")
-    routes.stock("b", "too wide")
-    routes.stock("b", "no kernel")
+    routes.count_fast("a", "cpu")
+    routes.count_fast("a", "cpu")
+    routes.count_stock("a", "too wide")
+    routes.count_stock("b", "too wide")
+    routes.count_stock("b", "no kernel")
     assert qwen_metal.routes() == {
         "a": {"cpu": 2, "stock": 1, "reasons": {"too wide": 1}},
         "b": {"stock": 2, "reasons": {"too wide": 1, "no kernel": 1}},
@@ -33,41 +33,41 @@ def test_counts_by_route_and_reason():
 
 
 def test_reset_answers_and_starts_anew():
-    routes.fast("a", "cpu")
+    routes.count_fast("a", "cpu")
     assert qwen_metal.routes(reset=True) == {"a": {"cpu": 1}}
     assert qwen_metal.routes() == {}
 
 
 def test_the_answer_is_a_copy():
-    routes.stock("a", "r")
+    routes.count_stock("a", "r")
     qwen_metal.routes()["a"]["reasons"]["r"] = 99
     assert qwen_metal.routes()["a"]["reasons"]["r"] == 1
 
 
 def test_strict_raises_and_counts_nothing():
-    with routes.strict(True), pytest.raises(routes.Unsupported, match="^a: too wide$"):
-        routes.stock("a", "too wide")
+    with routes.strictly(True), pytest.raises(routes.Unsupported, match="^a: too wide$"):
+        routes.count_stock("a", "too wide")
     assert qwen_metal.routes() == {}
     assert issubclass(routes.Unsupported, ValueError)
 
 
 def test_strict_nests_and_ends_with_an_error():
-    with routes.strict(True):
-        with routes.strict(False):
-            routes.stock("a", "r")
+    with routes.strictly(True):
+        with routes.strictly(False):
+            routes.count_stock("a", "r")
         with pytest.raises(routes.Unsupported):
-            routes.stock("a", "r")
-    with pytest.raises(KeyError), routes.strict(True):
+            routes.count_stock("a", "r")
+    with pytest.raises(KeyError), routes.strictly(True):
         raise KeyError
-    routes.stock("a", "r")
+    routes.count_stock("a", "r")
     assert qwen_metal.routes()["a"]["stock"] == 2
 
 
 def test_strict_and_separate_are_of_one_thread():
     def other():
-        routes.stock("a", "r")
+        routes.count_stock("a", "r")
 
-    with routes.strict(True), routes.separate() as apart:
+    with routes.strictly(True), routes.separate() as apart:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
@@ -76,11 +76,11 @@ def test_strict_and_separate_are_of_one_thread():
 
 
 def test_separate_counts_apart_and_nests():
-    routes.fast("a", "cpu")
+    routes.count_fast("a", "cpu")
     with routes.separate() as outer:
-        routes.fast("b", "cpu")
+        routes.count_fast("b", "cpu")
         with routes.separate() as inner:
-            routes.fast("c", "cpu")
+            routes.count_fast("c", "cpu")
             assert inner() == {"c": {"cpu": 1}}
         assert outer() == {"b": {"cpu": 1}}
     assert qwen_metal.routes() == {"a": {"cpu": 1}}
@@ -88,7 +88,7 @@ def test_separate_counts_apart_and_nests():
 
 def test_no_count_is_lost_between_threads():
     threads = [
-        threading.Thread(target=lambda: [routes.fast("a", "cpu") for _ in range(2000)]) for _ in range(4)
+        threading.Thread(target=lambda: [routes.count_fast("a", "cpu") for _ in range(2000)]) for _ in range(4)
     ]
     [t.start() for t in threads]
     [t.join() for t in threads]

@@ -12,11 +12,10 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
 
-from . import routes as _routes
 from .models import attention, decode_step, decoder, deltanet, moe
 from .models.state import ATTRIBUTE, State
 from .policy import Policy
-from .routes import Unsupported
+from .routes import Unsupported, separate
 
 #: mlx-lm model types with a fused path.
 FAMILIES = ("qwen3_5_moe", "qwen3_5", "qwen3_next", "qwen3_moe")
@@ -137,7 +136,7 @@ def warmup(model: nn.Module, tokens: int = 16) -> dict[str, dict]:
         raise ValueError("warmup: the model is not accelerated; call accelerate(model) first")
     if tokens < 1:
         raise ValueError(f"warmup: tokens is {tokens}, supported are 1 and more")
-    with _routes.separate() as counts:
+    with separate() as counts:
         cache = make_prompt_cache(model)
         mx.eval(model(mx.zeros((1, tokens), mx.int32), cache=cache))
         for _ in range(2):
@@ -148,6 +147,13 @@ def warmup(model: nn.Module, tokens: int = 16) -> dict[str, dict]:
 def is_accelerated(model: nn.Module) -> bool:
     """Whether ``accelerate`` is in force on this model."""
     return any(ATTRIBUTE in vars(m) for _, m in model.named_modules())
+
+
+def backend() -> str:
+    """Where MLX runs here: ``cpu``, ``metal`` or ``cuda``."""
+    if mx.default_device() == mx.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def looks_local(path_or_hf_repo: str) -> bool:
@@ -218,10 +224,7 @@ def _check_safetensors(file: Path) -> None:
 
 def _check_policy(policy: Policy) -> None:
     """Raise a ValueError where a changed field would silently do nothing here."""
-    backend = "cpu" if mx.default_device() == mx.cpu else (
-        "metal" if mx.metal.is_available() else "cuda"
-    )
-    if why := policy.inactive(backend):
+    if why := policy.inactive(backend()):
         raise ValueError(why)
 
 

@@ -181,7 +181,11 @@ class Policy:
         control="folded",
     )
     compile_step: bool = _choice(
-        True, (True, False), "decode step compiled once and re-used", control=False
+        True,
+        (True, False),
+        "decode step captured once and re-used",
+        control=False,
+        on=("cpu",),
     )
     wide_fusion: bool = _choice(
         False, (True, False), "wider fusion (measured useless by the study)"

@@ -23,17 +23,26 @@ def _counters() -> tuple[Counter, Counter]:
     return getattr(_local, "apart", None) or (_counts, _reasons)
 
 
-def fast(op: str, route: str) -> None:
+def count_fast(op: str, route: str) -> None:
     """Count one call of ``op`` served by the fast ``route`` (``cpu``, ``metal``...)."""
     with _lock:
         _counters()[0][op, route] += 1
 
 
-def stock(op: str, reason: str) -> None:
+def count_step(route: str, calls: Counter) -> None:
+    """Count one whole decode step served by ``route``, and its calls by operation."""
+    with _lock:
+        counts = _counters()[0]
+        counts["decode_step", route] += 1
+        for op, number in calls.items():
+            counts[op, route] += number
+
+
+def count_stock(op: str, reason: str) -> None:
     """Count one call of ``op`` served by the stock path, with the reason.
 
     Raises:
-        Unsupported: inside ``strict()``, naming the operation and the reason.
+        Unsupported: inside ``strictly()``, naming the operation and the reason.
     """
     if getattr(_local, "strict", False):
         raise Unsupported(f"{op}: {reason}")
@@ -44,7 +53,7 @@ def stock(op: str, reason: str) -> None:
 
 
 @contextlib.contextmanager
-def strict(on: bool) -> Iterator[None]:
+def strictly(on: bool) -> Iterator[None]:
     """Within it, on this thread, a call the stock path would serve raises."""
     before = getattr(_local, "strict", False)
     _local.strict = on

@@ -13,7 +13,7 @@ from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from .. import routes
+from ..routes import routes
 from .common import UserError, add_model_options, add_sampling_options, load
 from .generate import temperature_of
 from .output import gigabytes, routes_line, say

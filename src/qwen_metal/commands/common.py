@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any, Callable, Optional
 
-import mlx.core as mx
 from mlx_lm.utils import _download
 
 from .. import demo, loader
@@ -96,7 +95,7 @@ def policy(text: str) -> Policy:
         value = Policy.of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(one_line(error)) from None
-    if why := value.inactive(backend()):
+    if why := value.inactive(loader.backend()):
         raise argparse.ArgumentTypeError(why)
     return value
 
@@ -111,13 +110,6 @@ def output_file(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(one_line(error)) from None
     return path
-
-
-def backend() -> str:
-    """Where MLX runs here: ``cpu``, ``metal`` or ``cuda``."""
-    if mx.default_device() == mx.cpu:
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def is_demo(name: str) -> bool:

@@ -16,7 +16,8 @@ from ..evidence.bench import environment
 from ..policy import Policy
 from ..routes import fast_share
 from . import memory
-from .common import add_json_option, backend
+from ..loader import backend
+from .common import add_json_option
 from .output import gigabytes, one_line, routes_line, routes_lines, say, write_json
 
 

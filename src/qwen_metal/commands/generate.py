@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
-from .. import routes
+from ..routes import routes
 from .common import (
     UserError,
     add_json_option,

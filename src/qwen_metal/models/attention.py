@@ -10,14 +10,13 @@ from mlx_lm.models import qwen3_moe, qwen3_next
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
-from .. import routes
 from ..ops.attention_prefill import attention_prefill
 from ..ops.attention_prepare import Rope, attention_prepare
 from ..ops.gqa_decode import QuantisedKV, gqa_decode
 from ..ops.kv_append import kv_append
 from ..ops.matrix import Matrix
 from ..ops.projections import projections
-from ..routes import Unsupported
+from ..routes import Unsupported, count_stock, strictly
 from .state import FROM_CACHE, check_plain, norm_of, state_of, stock_class
 
 
@@ -49,11 +48,11 @@ def attention(
     the cache's left padding goes to the operations instead.
     """
     state = state_of(block)
-    with routes.strict(state.strict):
+    with strictly(state.strict):
         try:
             folded, first, out, norms, rope = read(block, norm)
         except Unsupported as error:
-            routes.stock("attention", str(error))
+            count_stock("attention", str(error))
             if mask is FROM_CACHE:
                 mask = create_attention_mask(x, cache)
             h = x if norm is None else norm(x)

@@ -10,6 +10,7 @@ and the ordinary way through the blocks serves.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Optional
 
 import mlx.core as mx
@@ -17,14 +18,14 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from .. import extension, routes
+from .. import extension
 from ..kernels import cpu
 from ..ops.matrix import Matrix
 from ..ops.moe_decode import MAX_ROWS
-from ..policy import DEFAULT
-from ..routes import Unsupported
+from ..policy import DEFAULT, Policy
+from ..routes import Unsupported, count_step
 from . import attention, deltanet, moe
-from .state import check_plain, norm_of, state_of
+from .state import check_plain, is_fused, norm_of, state_of
 
 #: The operations of a step; each must have a kernel.
 OPS = (
@@ -36,6 +37,17 @@ OPS = (
     "gqa_decode",
     "route_topk",
     "moe_decode",
+)
+
+#: Policy fields that change what a one-token step runs.
+FIELDS = (
+    "kernels",
+    "numerics",
+    "compile_step",
+    "fuse_gate_up",
+    "fuse_down_combine",
+    "fuse_qk_prepare",
+    "fuse_delta_norm",
 )
 
 ATTRIBUTE = "_qwen_metal_step"
@@ -55,7 +67,7 @@ def logits(module: nn.Module, inputs: mx.array, cache: Optional[list]) -> Option
         return None
     if step.ext.any_tracer(inputs) or not all(map(_plain, cache)):
         return None
-    routes.fast("decode_step", "cpu")
+    count_step("cpu", step.calls)
     return step(inputs, cache)
 
 
@@ -64,7 +76,7 @@ def capture(module: nn.Module) -> "Step":
     step = Step(module)
     try:
         policy = state_of(module).policy
-        if not isinstance(module, qwen3_5.TextModel) or policy != DEFAULT:
+        if not isinstance(module, qwen3_5.TextModel) or not _captures(policy):
             raise Unsupported("another family, or another policy")
         for reason in (cpu.missing(op, policy) for op in OPS):
             if reason is not None:
@@ -75,6 +87,18 @@ def capture(module: nn.Module) -> "Step":
     except Unsupported:
         step.layers = None
     return step
+
+
+def _captures(policy: Policy) -> bool:
+    """Whether a policy leaves the one-token step as it is captured."""
+    return all(getattr(policy, f) == getattr(DEFAULT, f) for f in FIELDS)
+
+
+def _fused(*modules: nn.Module) -> None:
+    """Raise Unsupported where one of the modules is a user's own."""
+    for module in modules:
+        if not is_fused(module):
+            raise Unsupported(f"a {type(module).__name__} is called as it is")
 
 
 def _plain(cache: Any) -> bool:
@@ -88,6 +112,8 @@ class Step:
     def __init__(self, module: nn.Module):
         self.ext = extension.load()
         self.layers: Optional[list] = None
+        # Calls by operation, counted as the ordinary way through the blocks counts them.
+        self.calls: Counter = Counter()
         # (dictionary or list, key, what stood there): modules hold their arrays
         # and children as dictionaries do, and modes in their attributes.
         seen: list[tuple] = []
@@ -114,19 +140,23 @@ class Step:
     def read(self, module: nn.Module) -> None:
         check_plain(module)
         body = module.model
+        _fused(body, *body.layers)
         if body.pipeline_size > 1:
             raise Unsupported("a pipelined model")
         self.table = tuple(Matrix.of(body.embed_tokens))
         tied = module.args.tie_word_embeddings
         self.head = [self.table if tied else tuple(Matrix.of(module.lm_head))]
         self.norm = tuple(norm_of(body.norm))
-        layers = []
+        layers, calls = [], Counter(embed=1, projections=1)
         for layer in body.layers:
+            _fused(layer.linear_attn if layer.is_linear else layer.self_attn, layer.mlp)
             if not isinstance(layer.mlp, moe.SparseMoe):
                 raise Unsupported(f"a feed-forward block of type {type(layer.mlp).__name__}")
             mixer = _DeltaNet if layer.is_linear else _Attention
             layers.append((mixer(self.ext, layer), _Experts(self.ext, layer)))
-        self.layers = layers
+            calls.update(mixer.CALLS)
+            calls.update(_Experts.CALLS)
+        self.layers, self.calls = layers, calls
 
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:
         x = self.ext.embed(inputs, self.table)
@@ -136,6 +166,8 @@ class Step:
 
 
 class _DeltaNet:
+    CALLS = Counter(projections=2, gated_delta_step=1)
+
     def __init__(self, ext: Any, layer: nn.Module):
         norm, first, out, self.weights = deltanet.read(layer.linear_attn, layer.input_layernorm)
         self.ext, self.norm = ext, tuple(norm)
@@ -152,6 +184,8 @@ class _DeltaNet:
 
 
 class _Attention:
+    CALLS = Counter(projections=2, attention_prepare=1, kv_append=1, gqa_decode=1)
+
     def __init__(self, ext: Any, layer: nn.Module):
         block = layer.self_attn
         norm, first, out, norms, rope = attention.read(block, layer.input_layernorm)
@@ -175,6 +209,8 @@ class _Attention:
 
 
 class _Experts:
+    CALLS = Counter(projections=1, route_topk=1, moe_decode=1)
+
     def __init__(self, ext: Any, layer: nn.Module):
         block = layer.mlp
         norm, first, experts, shared = moe.read(block, layer.post_attention_layernorm)

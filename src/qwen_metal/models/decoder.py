@@ -10,11 +10,10 @@ from mlx_lm.models import qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, QuantizedKVCache
 
-from .. import routes
 from ..ops.embed import embed
 from ..ops.matrix import Matrix
 from ..ops.projections import projections
-from ..routes import Unsupported
+from ..routes import Unsupported, count_stock, strictly
 from . import decode_step
 from .attention import GatedAttention, PlainAttention, attention
 from .deltanet import GatedDeltaNet, InterleavedGatedDeltaNet, gated_delta_net
@@ -111,12 +110,12 @@ def layer(module: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
     if is_fused(block):
         h = (gated_delta_net if linear else attention)(block, x, norm, x, mask, cache)
     else:
-        routes.stock("deltanet" if linear else "attention", _own_class(block))
+        count_stock("deltanet" if linear else "attention", _own_class(block))
         h = x + block(norm(x), _stock_mask(module, x, mask, cache), cache)
     norm, block = module.post_attention_layernorm, module.mlp
     if is_fused(block):
         return feed_forward(block, h, norm, h)
-    routes.stock("moe", _own_class(block))
+    count_stock("moe", _own_class(block))
     return h + block(norm(h))
 
 
@@ -163,7 +162,7 @@ def hidden(
             if is_fused(one):
                 piece = layer(one, piece, FROM_CACHE, c)
             else:
-                routes.stock("layer", _own_class(one))
+                count_stock("layer", _own_class(one))
                 mask = _stock_mask(one, piece, FROM_CACHE, c)
                 piece = one(piece, mask=mask, cache=c)
         outputs.append(piece)
@@ -173,7 +172,7 @@ def hidden(
 def body(module, inputs, cache=None, input_embeddings=None) -> mx.array:
     """The body with its final norm (B, T, D)."""
     state = state_of(module)
-    with routes.strict(state.strict):
+    with strictly(state.strict):
         if module.pipeline_size > 1 or module.training:
             # The pieces between the ranks, and gradient checkpoints (which replace
             # a layer's __call__), are mlx-lm's; the layers that it calls are ours.
@@ -185,7 +184,7 @@ def body(module, inputs, cache=None, input_embeddings=None) -> mx.array:
 def language_model(module, inputs, cache=None, input_embeddings=None) -> mx.array:
     """Logits (B, T, V): the final norm folded into the head."""
     state = state_of(module)
-    with routes.strict(state.strict):
+    with strictly(state.strict):
         if input_embeddings is None:
             step = decode_step.logits(module, inputs, cache)
             if step is not None:
@@ -201,7 +200,7 @@ def language_model(module, inputs, cache=None, input_embeddings=None) -> mx.arra
             head = Matrix.of(inner.embed_tokens if tied else module.lm_head)
             norm = norm_of(inner.norm)
         except Unsupported as error:
-            routes.stock("head", str(error))
+            count_stock("head", str(error))
             extra = () if isinstance(module, NextText) else (input_embeddings,)
             return stock_class(module).__call__(module, inputs, cache, *extra)
         x = hidden(inner, inputs, cache, input_embeddings)
@@ -214,5 +213,5 @@ def _embedded(table: nn.Module, inputs: mx.array, policy) -> mx.array:
         check_plain(table)
         return embed(inputs, Matrix.of(table), policy)
     except Unsupported as error:
-        routes.stock("embed", str(error))
+        count_stock("embed", str(error))
         return table(inputs)

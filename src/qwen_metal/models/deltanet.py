@@ -9,7 +9,6 @@ import mlx.nn as nn
 from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.base import create_ssm_mask
 
-from .. import routes
 from ..ops.gated_delta_chunk import gated_delta_chunk
 from ..ops.gated_delta_prepare import DeltaWeights, gated_delta_prepare
 from ..ops.gated_delta_scan import gated_delta_scan
@@ -17,7 +16,7 @@ from ..ops.gated_delta_step import gated_delta_step
 from ..ops.gated_norm import gated_norm
 from ..ops.matrix import Matrix, Norm
 from ..ops.projections import projections
-from ..routes import Unsupported
+from ..routes import Unsupported, count_stock, strictly
 from .state import FROM_CACHE, check_plain, norm_of, state_of, stock_class
 
 
@@ -49,11 +48,11 @@ def gated_delta_net(
     padding and lengths go to the operations instead.
     """
     state = state_of(block)
-    with routes.strict(state.strict):
+    with strictly(state.strict):
         try:
             folded, first, out, weights = read(block, norm)
         except Unsupported as error:
-            routes.stock("deltanet", str(error))
+            count_stock("deltanet", str(error))
             if mask is FROM_CACHE:
                 mask = create_ssm_mask(x, cache)
             h = x if norm is None else norm(x)

@@ -10,14 +10,13 @@ from mlx_lm.models import qwen3_moe, qwen3_next
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
-from .. import routes
 from ..ops.grouped_qmm import gather_sum, grouped_qmm
 from ..ops.matrix import Matrix, Norm, rms_norm
 from ..ops.moe_decode import MAX_ROWS, Experts, Shared, moe_decode
 from ..ops.projections import projections
 from ..ops.route_plan import plan_on_host, route_plan
 from ..ops.route_topk import route_topk
-from ..routes import Unsupported
+from ..routes import Unsupported, count_stock, strictly
 from .state import check_plain, norm_of, state_of, stock_class
 
 
@@ -60,11 +59,11 @@ def feed_forward(
     ``norm`` is the layer's RMSNorm module, or None where x is normalised.
     """
     state = state_of(block)
-    with routes.strict(state.strict):
+    with strictly(state.strict):
         try:
             weights = read(block, norm)
         except Unsupported as error:
-            routes.stock("moe", str(error))
+            count_stock("moe", str(error))
             y = stock_class(block).__call__(block, x if norm is None else norm(x))
             return y if residual is None else residual + y
         rows = x.reshape(-1, x.shape[-1])

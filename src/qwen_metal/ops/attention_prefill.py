@@ -7,9 +7,9 @@ from typing import Any, Optional
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 from . import gqa_decode
 from .gqa_decode import QuantisedKV
 
@@ -82,8 +82,8 @@ def attention_prefill(
         raise ValueError("attention_prefill: a start goes with mask='causal' only")
     reason = supported(q, keys, mask, quantised, policy)
     if reason is None:
-        routes.fast("attention_prefill", "cpu")
+        count_fast("attention_prefill", "cpu")
         return cpu.attention_prefill(q, keys, values, scale, start, causal, gate, quantised)
-    routes.stock("attention_prefill", reason)
+    count_stock("attention_prefill", reason)
     mask = mask_of(start, T, length, mask)
     return reference(q, keys, values, scale, mask, gate, quantised, numerics="match")

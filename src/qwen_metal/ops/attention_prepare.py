@@ -7,9 +7,9 @@ from typing import Callable, NamedTuple, Optional, Union
 import mlx.core as mx
 import mlx.nn as nn
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 from .matrix import Norm, rms_norm
 
 
@@ -116,7 +116,7 @@ def attention_prepare(
     reason = supported(q, rope, policy)
     arguments = (q, k, v, q_norm, k_norm, rope, num_heads, num_kv_heads, offset, gated)
     if reason is None:
-        routes.fast("attention_prepare", "cpu")
+        count_fast("attention_prepare", "cpu")
         return cpu.attention_prepare(*arguments)
-    routes.stock("attention_prepare", reason)
+    count_stock("attention_prepare", reason)
     return reference(*arguments, numerics="match")

@@ -6,9 +6,9 @@ from typing import Optional
 
 import mlx.core as mx
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 from .matrix import Matrix
 
 
@@ -53,7 +53,7 @@ def embed(ids: mx.array, table: Matrix, policy: Policy = DEFAULT) -> mx.array:
         raise ValueError(f"embed: ids is {ids.dtype}, supported are integer dtypes")
     reason = supported(ids, table, policy)
     if reason is None:
-        routes.fast("embed", "cpu")
+        count_fast("embed", "cpu")
         return cpu.embed(ids, table)
-    routes.stock("embed", reason)
+    count_stock("embed", reason)
     return reference(ids, table)

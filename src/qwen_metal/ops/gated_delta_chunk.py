@@ -6,9 +6,9 @@ from typing import Optional
 
 import mlx.core as mx
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 from .gated_delta_scan import check
 
 #: Smallest normal float32.
@@ -112,7 +112,7 @@ def gated_delta_chunk(
     check("gated_delta_chunk", q, k, v, g, beta, state)
     reason = supported(q, v, policy)
     if reason is None:
-        routes.fast("gated_delta_chunk", "cpu")
+        count_fast("gated_delta_chunk", "cpu")
         return cpu.gated_delta_chunk(q, k, v, g, beta, state, mask)
-    routes.stock("gated_delta_chunk", reason)
+    count_stock("gated_delta_chunk", reason)
     return reference(q, k, v, g, beta, state, mask)

@@ -8,9 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 from .matrix import check_float
 
 #: mlx-lm's epsilon of the q/k norm, added to the sum of squares.
@@ -144,7 +144,7 @@ def gated_delta_prepare(
         )
     reason = supported(qkv, w, policy)
     if reason is None:
-        routes.fast("gated_delta_prepare", "cpu")
+        count_fast("gated_delta_prepare", "cpu")
         return cpu.gated_delta_prepare(qkv, a, b, conv_state, w, mask, lengths)
-    routes.stock("gated_delta_prepare", reason)
+    count_stock("gated_delta_prepare", reason)
     return reference(qkv, a, b, conv_state, w, mask, lengths, numerics="match")

@@ -7,9 +7,9 @@ from typing import Optional
 import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 
 
 def reference(
@@ -82,9 +82,9 @@ def gated_delta_scan(
     check("gated_delta_scan", q, k, v, g, beta, state)
     reason = supported(q, v, state, policy)
     if reason is None:
-        routes.fast("gated_delta_scan", "cpu")
+        count_fast("gated_delta_scan", "cpu")
         return cpu.gated_delta_scan(q, k, v, g, beta, state, mask)
-    routes.stock("gated_delta_scan", reason)
+    count_stock("gated_delta_scan", reason)
     if policy.delta_scan == "memory":
         return reference(q, k, v, g, beta, state, mask, numerics="match")
     return stock(q, k, v, g, beta, state, mask)

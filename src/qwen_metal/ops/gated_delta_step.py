@@ -6,9 +6,9 @@ from typing import Optional
 
 import mlx.core as mx
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 from . import gated_delta_prepare, gated_delta_scan, gated_norm
 from .gated_delta_prepare import DeltaWeights, live_rows
 from .matrix import Norm
@@ -81,11 +81,11 @@ def gated_delta_step(
         raise ValueError(f"gated_delta_step: got {qkv.shape[1]} tokens, supported is 1")
     reason = supported(qkv, w, policy)
     if reason is None:
-        routes.fast("gated_delta_step", "cpu")
+        count_fast("gated_delta_step", "cpu")
         return cpu.gated_delta_step(
             qkv, z, b, a, conv_state, state, w, left_padding, lengths
         )
-    routes.stock("gated_delta_step", reason)
+    count_stock("gated_delta_step", reason)
     return reference(
         qkv, z, b, a, conv_state, state, w, left_padding, lengths, numerics="match"
     )

@@ -7,9 +7,9 @@ from typing import Optional
 import mlx.core as mx
 from mlx_lm.models.activations import precise_swiglu
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 from .matrix import Norm
 
 
@@ -63,7 +63,7 @@ def gated_norm(
         raise ValueError(f"gated_norm: y is {y.shape}, z is {z.shape}, supported are equal shapes")
     reason = supported(y, z, policy)
     if reason is None:
-        routes.fast("gated_norm", "cpu")
+        count_fast("gated_norm", "cpu")
         return cpu.gated_norm(y, z, norm, dtype)
-    routes.stock("gated_norm", reason)
+    count_stock("gated_norm", reason)
     return reference(y, z, norm, dtype, numerics="match")

@@ -7,9 +7,9 @@ from typing import Any, Optional
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 
 
 class QuantisedKV:
@@ -134,9 +134,9 @@ def gqa_decode(
         raise ValueError("gqa_decode: got a start and a mask, supported is one of them")
     reason = supported(q, keys, mask, quantised, policy)
     if reason is None:
-        routes.fast("gqa_decode", "cpu")
+        count_fast("gqa_decode", "cpu")
         return cpu.gqa_decode(q, keys, values, scale, start, gate, quantised)
-    routes.stock("gqa_decode", reason)
+    count_stock("gqa_decode", reason)
     if start is not None:
         mask = mask_of(start, (keys[0] if quantised is not None else keys).shape[2])
     return reference(q, keys, values, scale, mask, gate, quantised, numerics="match")

@@ -7,9 +7,9 @@ from typing import Optional, Sequence
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 from .matrix import Matrix, check_columns, check_float, gather_matmul
 from .route_plan import Plan
 
@@ -98,9 +98,9 @@ def grouped_qmm(
         check_columns("grouped_qmm", x, m)
     reason = supported(x, matrices, plan, policy)
     if reason is None:
-        routes.fast("grouped_qmm", "cpu")
+        count_fast("grouped_qmm", "cpu")
         return cpu.grouped_qmm(x, matrices, plan, scores)
-    routes.stock("grouped_qmm", reason)
+    count_stock("grouped_qmm", reason)
     return reference(x, matrices, plan, scores, numerics="match")
 
 
@@ -126,7 +126,7 @@ def gather_sum(
     """
     reason = cpu.missing("gather_sum", policy)
     if reason is None:
-        routes.fast("gather_sum", "cpu")
+        count_fast("gather_sum", "cpu")
         return cpu.gather_sum(y, plan, shared, residual, dtype)
-    routes.stock("gather_sum", reason)
+    count_stock("gather_sum", reason)
     return reference_gather_sum(y, plan, shared, residual, dtype)

@@ -7,9 +7,9 @@ from typing import Any, Optional
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 
 
 def reference(cache: Any, k: mx.array, v: mx.array) -> tuple[Any, Any]:
@@ -48,7 +48,7 @@ def kv_append(
         raise ValueError(f"kv_append: k is {k.shape}, v is {v.shape}, supported are equal")
     reason = supported(cache, k, policy)
     if reason is None:
-        routes.fast("kv_append", "cpu")
+        count_fast("kv_append", "cpu")
         return cpu.kv_append(cache, k, v)
-    routes.stock("kv_append", reason)
+    count_stock("kv_append", reason)
     return reference(cache, k, v)

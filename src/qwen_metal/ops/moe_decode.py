@@ -7,9 +7,9 @@ from typing import NamedTuple, Optional
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 from .matrix import Matrix, Norm, check_columns, check_float, gather_matmul, matmul, rms_norm
 
 #: Most rows one call serves; more are a prefill (``grouped_qmm``).
@@ -127,7 +127,7 @@ def moe_decode(
         )
     reason = supported(x, experts, ids, scores, norm, shared, residual, policy)
     if reason is None:
-        routes.fast("moe_decode", "cpu")
+        count_fast("moe_decode", "cpu")
         return cpu.moe_decode(x, experts, ids, scores, norm, shared, residual)
-    routes.stock("moe_decode", reason)
+    count_stock("moe_decode", reason)
     return reference(x, experts, ids, scores, norm, shared, residual, numerics="match")

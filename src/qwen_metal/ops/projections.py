@@ -6,9 +6,9 @@ from typing import Optional, Sequence
 
 import mlx.core as mx
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 from .matrix import Matrix, Norm, check_columns, check_float, matmul, rms_norm
 
 
@@ -79,7 +79,7 @@ def projections(
         check_columns("projections", x, m)
     reason = supported(x, matrices, norm, residual, dtype, policy)
     if reason is None:
-        routes.fast("projections", "cpu")
+        count_fast("projections", "cpu")
         return cpu.projections(x, matrices, norm, residual, dtype)
-    routes.stock("projections", reason)
+    count_stock("projections", reason)
     return reference(x, matrices, norm, residual, dtype, numerics="match")

@@ -7,9 +7,9 @@ from typing import NamedTuple, Optional
 import mlx.core as mx
 import numpy as np
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 
 #: Expert number of a padding block.
 SENTINEL = 0xFFFFFFFF
@@ -106,9 +106,9 @@ def route_plan(
         raise ValueError(f"route_plan: tile_rows is {tile_rows}, supported are 16, 32, 64")
     reason = supported(ids, num_experts, policy)
     if reason is None:
-        routes.fast("route_plan", "cpu")
+        count_fast("route_plan", "cpu")
         return cpu.route_plan(ids, num_experts, tile_rows)
-    routes.stock("route_plan", reason)
+    count_stock("route_plan", reason)
     return reference(ids, num_experts, tile_rows)
 
 
@@ -119,7 +119,7 @@ def plan_on_host(
 
     Arguments and result are those of ``route_plan``. Waits for the device once.
     """
-    routes.fast("route_plan", "host")
+    count_fast("route_plan", "host")
     top_k, flat = ids.shape[-1], np.array(ids).reshape(-1)
     order = np.argsort(flat, kind="stable")
     inverse = np.empty_like(order)

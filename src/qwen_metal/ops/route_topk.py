@@ -6,9 +6,9 @@ from typing import Optional
 
 import mlx.core as mx
 
-from .. import routes
 from ..kernels import cpu
 from ..policy import DEFAULT, Policy
+from ..routes import count_fast, count_stock
 
 
 def reference(
@@ -65,7 +65,7 @@ def route_topk(
         )
     reason = supported(logits, top_k, policy)
     if reason is None:
-        routes.fast("route_topk", "cpu")
+        count_fast("route_topk", "cpu")
         return cpu.route_topk(logits, top_k, normalise)
-    routes.stock("route_topk", reason)
+    count_stock("route_topk", reason)
     return reference(logits, top_k, normalise, numerics="match")
