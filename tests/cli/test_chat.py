@@ -109,7 +109,7 @@ def test_terminal(quick):
     if child == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         command = [sys.executable, "-m", "qwen_metal", "chat", "--model", str(quick)]
-        os.execv(sys.executable, [*command, "-m", "4000", "--temp", "1.5"])
+        os.execv(sys.executable, [*command, "-m", "30000", "--temp", "8"])
     expect(terminal, ">>> ")
     os.write(terminal, b"Hello\n")
     expect(terminal, "Hello\r\n")
