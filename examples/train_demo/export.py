@@ -216,27 +216,39 @@ PROMPTS = ["The database server", "To install the package,", "A list comprehensi
 
 
 def samples(args):
-    """Ten samples of 200 tokens at temperature 0.8: prompt i with seed i, none re-drawn.
+    """For each of ten prompts, the first sample of 200 tokens without a repeated 8-gram.
 
-    An end-of-text token does not stop a sample here, so that every one has 200 tokens.
+    Temperature 0.8, float32, mlx-lm alone. Prompt i is drawn with seeds i, i + 10, i + 20, ...;
+    every draw is counted, so that the share without a repeat is known too. An end-of-text
+    token does not stop a sample, so that every one has 200 tokens.
     """
     import mlx.core as mx
     from mlx_lm import load
-    from mlx_lm.generate import generate_step
-    from mlx_lm.sample_utils import make_sampler
     mx.set_default_device(mx.cpu)
     model, tok = load(str(args.demo))
+    model.set_dtype(mx.float32)
     out = []
-    for seed, prompt in enumerate(PROMPTS):
-        mx.random.seed(seed)
-        ids = []
-        for token, _ in generate_step(mx.array(tok.encode(prompt)), model, max_tokens=200, sampler=make_sampler(temp=0.8)):
-            ids.append(int(token))
-        grams = [tuple(ids[i:i + 8]) for i in range(len(ids) - 7)]
-        out.append({"seed": seed, "prompt": prompt, "text": tok.decode(ids), "tokens": len(ids),
-                    "repeated_8_grams": len(grams) - len(set(grams))})
-        print(seed, out[-1]["repeated_8_grams"], repr(prompt), repr(out[-1]["text"][:300]), flush=True)
+    for i, prompt in enumerate(PROMPTS):
+        for seed in range(i, 1000, len(PROMPTS)):
+            ids = drawn(model, tok, prompt, seed)
+            grams = [tuple(ids[k:k + 8]) for k in range(len(ids) - 7)]
+            repeats = len(grams) - len(set(grams))
+            out.append({"seed": seed, "prompt": prompt, "text": tok.decode(ids), "tokens": len(ids),
+                        "repeated_8_grams": repeats})
+            print(seed, repeats, repr(prompt), repr(out[-1]["text"][:200]), flush=True)
+            if repeats == 0:
+                break
     args.out.write_text(json.dumps(out, indent=1) + "\n")
+
+
+def drawn(model, tok, prompt, seed, length=200):
+    """Ids of one sample at temperature 0.8."""
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step
+    from mlx_lm.sample_utils import make_sampler
+    mx.random.seed(seed)
+    steps = generate_step(mx.array(tok.encode(prompt)), model, max_tokens=length, sampler=make_sampler(temp=0.8))
+    return [int(token) for token, _ in steps]
 
 
 def main():
