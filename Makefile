@@ -1,9 +1,9 @@
 # Everything sets itself up on first use: .venv holds the package (editable), its extras and what builds it.
 #   PYTHON=python3.12 make test      another interpreter
-#   make demo EXTRAS=cuda13,test     another back end
+#   make demo EXTRAS=cuda13          another back end
 
 PYTHON ?= python3
-EXTRAS ?= $(if $(filter Linux,$(shell uname -s)),cpu$(comma))test,plots
+EXTRAS ?= $(if $(filter Linux,$(shell uname -s)),cpu)
 PROMPT ?= Once upon a time
 MAX_TOKENS ?= 64
 
@@ -18,6 +18,7 @@ $(shell test ! -e .venv/.ready || test "$$(cat .venv/.ready)" = "$$(pwd -P) $(EX
 
 help:
 	@echo "make demo | test | test-slow | wheel | test-wheel | clean   (docs/BUILD.md)"
+	@echo "     msl-selftest (docs/HOST_EXECUTOR.md) | test-neon | test-sanitize (csrc/README.md)"
 
 demo: .venv/.ready
 	@echo "qwen-metal: generating with the demo model"
@@ -25,11 +26,11 @@ demo: .venv/.ready
 	@echo "qwen-metal: measuring stock and ours"
 	@.venv/bin/qwen-metal bench
 
-test: .venv/.ready
+test: .venv/.tests
 	@echo "qwen-metal: testing"
 	@.venv/bin/python -m pytest -q -rs -m "not slow" --junitxml=build/test.xml
 
-test-slow: .venv/.ready
+test-slow: .venv/.tests
 	@echo "qwen-metal: running the slow tests"
 	@.venv/bin/python -m pytest -q -rs -m slow --junitxml=build/test-slow.xml
 
@@ -41,8 +42,8 @@ wheel: .venv/.ready
 	  || { tail -n 20 build/wheel.log; echo "qwen-metal: no wheel; see build/wheel.log"; exit 1; }
 	@echo dist/*
 
-test-wheel: wheel
-	@.venv/bin/python tests/check_wheel.py dist/*.whl build/test-wheel.json "$(EXTRAS)"
+test-wheel: wheel .venv/.tests
+	@.venv/bin/python tests/check_wheel.py dist/*.whl build/test-wheel.json "$(if $(EXTRAS),$(EXTRAS)$(comma))test,plots"
 
 clean:
 	rm -rf .venv build dist src/*.egg-info src/qwen_metal/_ext.*.so src/qwen_metal/_build.json
@@ -58,10 +59,19 @@ clean:
 	@sed -n '/^requires = \[/,/^\]/s/^ *"\(.*\)",*$$/\1/p' pyproject.toml >build/requirements.txt
 	@echo "qwen-metal: installing what builds it"
 	@$(call install,-r build/requirements.txt)
-	@echo "qwen-metal: building and installing qwen-metal[$(EXTRAS)]"
-	@$(call install,--no-build-isolation -e '.[$(EXTRAS)]' -r build/requirements.txt)
+	@echo "qwen-metal: installing qwen-metal[$(EXTRAS)]; compiling its extension takes minutes (build/setup.log)"
+	@$(call install,--no-build-isolation -e '.$(if $(EXTRAS),[$(EXTRAS)])' -r build/requirements.txt)
 	@.venv/bin/python -c 'from qwen_metal.extension import status as s; print("qwen-metal: extension", s().reason or "built for mlx " + s().mlx_version)'
 	@echo "$$(pwd -P) $(EXTRAS)" >$@
+
+# What only the tests need, of the extras test and plots.
+.venv/.tests: .venv/.ready
+	@echo "qwen-metal: installing what tests it"
+	@.venv/bin/python -c 'from importlib.metadata import requires; \
+	  print(*(r.split(";")[0] for r in requires("qwen-metal") if "test" in r.split("extra")[-1] or "plots" in r.split("extra")[-1]), sep="\n")' \
+	  >build/test-requirements.txt
+	@$(call install,-r build/test-requirements.txt)
+	@touch $@
 
 # pip's last error in one line; all of it in the log.
 install = .venv/bin/python -m pip install --disable-pip-version-check $(1) >build/setup.log 2>&1 || { \

@@ -19,7 +19,7 @@ test-neon:
 SANITIZE_TESTS ?= tests/ops
 SANITIZE_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1
 
-test-sanitize: .venv/.ready
+test-sanitize: .venv/.tests
 	@mkdir -p build/sanitize
 	@echo "qwen-metal: building the extension with sanitizers"
 	@{ .venv/bin/cmake -S . -B build/sanitize/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja \

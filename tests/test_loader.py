@@ -196,7 +196,7 @@ def test_a_language_model_inside_another_is_accelerated():
     ({"tile_rows": 7}, "tile_rows is 7, supported are 0, 16, 32, 64"),
     ("kernels", "not of the form field=value"),
     (3, "got int"),
-    ({"kv_reads": "strided"}, "does nothing on"),
+    ({"kv_reads": "strided"}, "would do nothing on"),
 ])
 def test_a_bad_policy_changes_nothing(policy, message):
     model = tiny("qwen3_moe")

@@ -31,14 +31,19 @@ _HOME = {
     "warmup": "loader",
 }
 
+#: Subpackages a user reaches without importing them by name.
+_PACKAGES = ("demo", "ops")
+
 __all__ = [*_HOME, "Unsupported", "routes"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, *_PACKAGES})

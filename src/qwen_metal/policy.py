@@ -267,10 +267,10 @@ class Policy:
         """None, or why a changed field would do nothing on ``backend``."""
         for field in dataclasses.fields(self):
             if field.name in self.changed() and backend not in field.metadata["on"]:
-                on = ", ".join(field.metadata["on"]) or "no backend of this version"
+                on = ", ".join(field.metadata["on"]) or "no backend"
                 return (
-                    f"Policy: {field.name}={getattr(self, field.name)!r} does nothing "
-                    f"on {backend}; this version acts on it on: {on}"
+                    f"Policy: {field.name}={getattr(self, field.name)!r} would do nothing "
+                    f"on {backend}; this version acts on {field.name} on {on}"
                 )
         return None
 

@@ -47,7 +47,7 @@ def arguments(command, model):
         (["generate", "--policy", "speed=high"], "unknown field 'speed', supported are kernels"),
         (["generate", "--policy", "numerics=loose"], "'precise', 'match'"),
         (["generate", "--policy", "numerics"], "field=value"),
-        (["generate", "--policy", "tile_rows=32"], "does nothing on"),
+        (["generate", "--policy", "tile_rows=32"], "would do nothing on"),
         (["chat", "--max-tokens", "-3"], "1 or more"),
         (["bench", "--rounds", "0"], "--rounds"),
         (["bench", "--prompt-tokens", "-1"], "--prompt-tokens"),

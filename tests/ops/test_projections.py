@@ -12,7 +12,7 @@ from qwen_metal import Policy, routes
 from qwen_metal.ops import projections as module
 from qwen_metal.ops.matrix import Matrix, Norm
 from qwen_metal.ops.projections import projections
-from qwen_metal.routes import Unsupported, strict
+from qwen_metal.routes import Unsupported, strictly
 
 FORMS = truth.QUANTISED + truth.DENSE
 ROWS = (0, 1, 7, 31, 33, 63, 65)
@@ -202,7 +202,7 @@ def test_routes_and_policy():
     assert mx.array_equal(y, module.reference(x, [m], numerics="match")[0])
     counts = routes(reset=True)["projections"]
     assert counts["cpu"] == 1 and counts["stock"] == 1
-    with strict(True), pytest.raises(Unsupported, match="match"):
+    with strictly(True), pytest.raises(Unsupported, match="match"):
         projections(x, [m], policy=match)
 
 

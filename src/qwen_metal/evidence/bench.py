@@ -288,7 +288,7 @@ def table(value: dict[str, Any]) -> Any:
     answer = Table(
         title=f"{value['machine']['model']}: {sizes['prompt_tokens']}-token prefill, "
         f"{sizes['decode_tokens']} decode steps",
-        caption="medians; spread is (largest - smallest) / median",
+        caption="medians; spread is (largest - smallest) / median. On a CPU, MLX computes bfloat16 several\ntimes slower than float32: compare with stock_float32 too",
     )
     answer.add_column("engine")
     for head in ("prefill tok/s", "spread", "decode tok/s", "spread", "peak memory", "rounds"):

@@ -211,7 +211,8 @@ def _embedded(table: nn.Module, inputs: mx.array, policy) -> mx.array:
     """Embedding rows (B, T, D), by the stock module where it is of another kind."""
     try:
         check_plain(table)
-        return embed(inputs, Matrix.of(table), policy)
+        weights = Matrix.of(table)
     except Unsupported as error:
         count_stock("embed", str(error))
         return table(inputs)
+    return embed(inputs, weights, policy)
