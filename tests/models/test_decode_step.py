@@ -200,3 +200,25 @@ def test_gradients_pass_by(model):
     gradient = mx.grad(loss)(kept)
     model.language_model.model.norm.weight = kept
     assert gradient.shape == kept.shape and np.isfinite(np.array(gradient.astype(mx.float32))).all()
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_gradients_of_a_cache_pass_by(model, monkeypatch, layer):
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.arange(5)[None], cache=cache), [c.state for c in cache])
+    run(model)
+    assert captured(model).layers is not None
+
+    def loss(value):
+        copied = copy.deepcopy(cache)
+        if layer == 0:
+            copied[0].cache[1] = value
+        else:
+            copied[3].keys = value
+        return model(mx.array([[3]]), cache=copied).sum()
+
+    value = cache[0].cache[1] if layer == 0 else cache[3].keys
+    got = np.array(mx.grad(loss)(value).astype(mx.float32))
+    with monkeypatch.context() as patch:
+        patch.setattr(decode_step, "logits", lambda *_: None)
+        assert np.array_equal(got, np.array(mx.grad(loss)(value).astype(mx.float32)))

@@ -70,7 +70,10 @@ def logits(module: nn.Module, inputs: mx.array, cache: Optional[list]) -> Option
         object.__setattr__(module, ATTRIBUTE, step)
     if step.layers is None or len(cache) != len(step.layers):
         return None
-    if step.ext.any_tracer(inputs) or not all(map(_plain, cache)):
+    if not all(map(_plain, cache)):
+        return None
+    # A gradient or vmap may enter by the caches as well.
+    if step.ext.any_tracer([inputs, *map(_arrays, cache)]):
         return None
     count_step("cpu", step.calls)
     return step(inputs, cache)
@@ -115,6 +118,11 @@ def _own(module: nn.Module) -> tuple:
     """What the language model itself holds: settings, class, modules, attributes that are read."""
     tied = module.args.tie_word_embeddings
     return (state_of(module), type(module), module.training, module.args, tied, *module.values())
+
+
+def _arrays(cache: Any) -> list:
+    """What a plain cache holds."""
+    return cache.cache if type(cache) is ArraysCache else [cache.keys, cache.values]
 
 
 class Step:
