@@ -7,10 +7,13 @@
 namespace qwen_metal {
 namespace {
 
-// Entries of dictionaries (modules are dictionaries) and lists, and what stood there.
+// Modules (dictionaries, of a class) and lists: their classes and sizes; entries of them, and what stood there.
 class Seen {
  public:
-  explicit Seen(nb::sequence entries) {
+  Seen(nb::sequence holders, nb::sequence entries) {
+    for (nb::handle holder : holders) {
+      holders_.push_back({nb::borrow(holder), nb::borrow(holder.type()), PyObject_Size(holder.ptr())});
+    }
     for (nb::handle entry : entries) {
       const auto [held, key, value] = nb::cast<std::tuple<nb::object, nb::object, nb::object>>(entry);
       entries_.push_back({held, key, value});
@@ -18,6 +21,15 @@ class Seen {
   }
 
   bool holds() const {
+    for (const auto& h : holders_) {
+      const Py_ssize_t size = PyObject_Size(h.held.ptr());
+      if (size < 0) {
+        throw nb::python_error();
+      }
+      if (size != h.size || h.held.type().ptr() != h.type.ptr()) {
+        return false;
+      }
+    }
     for (const auto& e : entries_) {
       PyObject* now = nullptr;
       if (PyDict_Check(e.held.ptr())) {
@@ -37,9 +49,14 @@ class Seen {
   }
 
  private:
+  struct Holder {
+    nb::object held, type;
+    Py_ssize_t size;
+  };
   struct Entry {
     nb::object held, key, value;
   };
+  std::vector<Holder> holders_;
   std::vector<Entry> entries_;
 };
 
@@ -48,7 +65,7 @@ class Seen {
 
 void init_decode_step(nb::module_& m) {
   using qwen_metal::Seen;
-  nb::class_<Seen>(m, "Seen", "Entries (dictionary or list, key, value) and whether they still stand.")
-      .def(nb::init<nb::sequence>(), "entries"_a)
+  nb::class_<Seen>(m, "Seen", "Holders (modules, lists) and entries (holder, key, value), and whether they still stand.")
+      .def(nb::init<nb::sequence, nb::sequence>(), "holders"_a, "entries"_a)
       .def("holds", &Seen::holds);
 }

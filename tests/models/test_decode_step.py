@@ -1,6 +1,8 @@
 """The captured step: the tokens of the ordinary way, and every change of the model is seen."""
 
 import copy
+import gc
+import weakref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -98,6 +100,55 @@ def test_new_weights_are_seen(model, monkeypatch):
     assert np.array_equal(got, ordinary(model, monkeypatch)[0])
 
 
+SETTINGS = {
+    "top_k": lambda m: setattr(m.layers[0].mlp, "top_k", 1),
+    "norm_topk_prob": lambda m: setattr(m.layers[0].mlp, "norm_topk_prob", False),
+    "norm eps": lambda m: setattr(m.layers[0].input_layernorm, "eps", 0.5),
+    "rope scale": lambda m: setattr(m.layers[3].self_attn.rope, "scale", 0.5),
+    "attention scale": lambda m: setattr(m.layers[3].self_attn, "scale", 0.5),
+    "a bias more": lambda m: setattr(m.layers[3].self_attn.o_proj, "bias", mx.ones((128,))),
+    "a bias of the head": lambda m: setattr(m.language_model.lm_head, "bias", mx.arange(256.0)),
+    "a norm's class": lambda m: setattr(m.layers[0].input_layernorm, "__class__", DoublingNorm),
+    "tied": lambda m: setattr(m.language_model.args, "tie_word_embeddings", True),
+}
+
+
+class DoublingNorm(nn.RMSNorm):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+@pytest.mark.parametrize("change", SETTINGS.values(), ids=SETTINGS)
+def test_settings_are_seen(model, monkeypatch, change):
+    before, _ = run(model)
+    change(model)
+    got, _ = run(model)
+    assert not np.array_equal(got, before)
+    assert np.array_equal(got, ordinary(model, monkeypatch)[0])
+
+
+def test_a_model_is_freed_without_the_collector(model):
+    run(model)
+    assert captured(model).layers is not None
+    # The fixture holds this model; its copy has no other owner.
+    copied = copy.deepcopy(model)
+    run(copied)
+    held = weakref.ref(copied.layers[0])
+    gc.disable()
+    try:
+        del copied
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_a_prompt_drops_a_step_of_replaced_weights(model):
+    run(model)
+    model.set_dtype(mx.float16)
+    model(mx.arange(5)[None], cache=make_prompt_cache(model))
+    assert captured(model) is None
+
+
 def test_load_weights_is_seen(model, monkeypatch):
     from mlx.utils import tree_flatten
 
@@ -149,3 +200,25 @@ def test_gradients_pass_by(model):
     gradient = mx.grad(loss)(kept)
     model.language_model.model.norm.weight = kept
     assert gradient.shape == kept.shape and np.isfinite(np.array(gradient.astype(mx.float32))).all()
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_gradients_of_a_cache_pass_by(model, monkeypatch, layer):
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.arange(5)[None], cache=cache), [c.state for c in cache])
+    run(model)
+    assert captured(model).layers is not None
+
+    def loss(value):
+        copied = copy.deepcopy(cache)
+        if layer == 0:
+            copied[0].cache[1] = value
+        else:
+            copied[3].keys = value
+        return model(mx.array([[3]]), cache=copied).sum()
+
+    value = cache[0].cache[1] if layer == 0 else cache[3].keys
+    got = np.array(mx.grad(loss)(value).astype(mx.float32))
+    with monkeypatch.context() as patch:
+        patch.setattr(decode_step, "logits", lambda *_: None)
+        assert np.array_equal(got, np.array(mx.grad(loss)(value).astype(mx.float32)))

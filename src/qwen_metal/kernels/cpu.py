@@ -245,6 +245,9 @@ def kv_append(cache, k, v) -> tuple:
     if room is None or previous + T > room:
         # New room every 256 tokens: mlx-lm's own growth, which copies.
         return cache.update_and_fetch(k, v)
+    if _ext().any_tracer([k, v, cache.keys, cache.values]):
+        # Written in place there is no gradient.
+        return cache.update_and_fetch(k, v)
     if isinstance(cache, QuantizedKVCache):
         k = mx.quantize(k, group_size=cache.group_size, bits=cache.bits)
         v = mx.quantize(v, group_size=cache.group_size, bits=cache.bits)

@@ -11,6 +11,7 @@ and the ordinary way through the blocks serves.
 from __future__ import annotations
 
 from collections import Counter
+from operator import is_
 from typing import Any, Optional
 
 import mlx.core as mx
@@ -55,17 +56,24 @@ ATTRIBUTE = "_qwen_metal_step"
 
 def logits(module: nn.Module, inputs: mx.array, cache: Optional[list]) -> Optional[mx.array]:
     """Logits (B, 1, V) of one more token a row, or None where this is no such step."""
+    step = vars(module).get(ATTRIBUTE)
+    if step is not None and not step.holds(module):
+        # Dropped at any call, a prompt's too: it keeps the replaced weights in memory.
+        step = None
+        object.__delattr__(module, ATTRIBUTE)
     if cache is None or inputs.ndim != 2 or inputs.shape[1] != 1:
         return None
     if inputs.shape[0] > MAX_ROWS or mx.default_device() != mx.cpu:
         return None
-    step = vars(module).get(ATTRIBUTE)
-    if step is None or not step.holds():
+    if step is None:
         step = capture(module)
         object.__setattr__(module, ATTRIBUTE, step)
     if step.layers is None or len(cache) != len(step.layers):
         return None
-    if step.ext.any_tracer(inputs) or not all(map(_plain, cache)):
+    if not all(map(_plain, cache)):
+        return None
+    # A gradient or vmap may enter by the caches as well.
+    if step.ext.any_tracer([inputs, *map(_arrays, cache)]):
         return None
     count_step("cpu", step.calls)
     return step(inputs, cache)
@@ -106,6 +114,17 @@ def _plain(cache: Any) -> bool:
     return type(cache) in (ArraysCache, KVCache)
 
 
+def _own(module: nn.Module) -> tuple:
+    """What the language model itself holds: settings, class, modules, attributes that are read."""
+    tied = module.args.tie_word_embeddings
+    return (state_of(module), type(module), module.training, module.args, tied, *module.values())
+
+
+def _arrays(cache: Any) -> list:
+    """What a plain cache holds."""
+    return cache.cache if type(cache) is ArraysCache else [cache.keys, cache.values]
+
+
 class Step:
     """The captured weights of a model and one token through them."""
 
@@ -114,24 +133,30 @@ class Step:
         self.layers: Optional[list] = None
         # Calls by operation, counted as the ordinary way through the blocks counts them.
         self.calls: Counter = Counter()
-        # (dictionary or list, key, what stood there): modules hold their arrays
-        # and children as dictionaries do, and modes in their attributes.
+        # The model itself stays out: held from here it would never be freed, since the
+        # garbage collector does not look into the extension.
+        self.own = _own(module)
+        holders: list = []
+        # (dictionary or list, key, what stood there): modules hold their arrays and
+        # children as dictionaries do; numbers and modes, such as top_k, in attributes.
         seen: list[tuple] = []
         for _, one in module.named_modules():
-            seen += [(one, key, value) for key, value in one.items()]
-            own = vars(one)
-            seen += [(own, k, own[k]) for k in ("_training", "sharding_group") if k in own]
-            for value in one.values():
-                if isinstance(value, list):
-                    seen += [(value, i, item) for i, item in enumerate(value)]
+            lists = [value for value in one.values() if isinstance(value, list)]
+            holders += lists
+            seen += [(values, i, item) for values in lists for i, item in enumerate(values)]
+            if one is not module:
+                holders.append(one)
+                seen += [(one, key, value) for key, value in one.items()]
+                seen += [(vars(one), k, v) for k, v in vars(one).items() if k != "_no_grad"]
         self.arrays = [value for _, _, value in seen if isinstance(value, mx.array)]
-        self.seen = None if self.ext is None else self.ext.Seen(seen)
-        self.state = state_of(module)
-        self.module = module
+        self.seen = None if self.ext is None else self.ext.Seen(holders, seen)
 
-    def holds(self) -> bool:
+    def holds(self, module: nn.Module) -> bool:
         """Whether the model still holds what was captured."""
-        return state_of(self.module) is self.state and (self.seen is None or self.seen.holds())
+        own = _own(module)
+        if len(own) != len(self.own) or not all(map(is_, own, self.own)):
+            return False
+        return self.seen is None or self.seen.holds()
 
     def __reduce__(self) -> tuple:
         """A copied or pickled model captures its own."""
