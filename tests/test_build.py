@@ -255,6 +255,16 @@ def test_everything_works_without_it(package_copy, why):
     assert err.count("extension not used") == (why != "missing")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("ISA", "junk"), ("ISA", "AVX2"), ("THREADS", "0"), ("THREADS", "-1"), ("THREADS", "two")]
+)
+def test_a_value_it_cannot_follow_is_said(package_copy, monkeypatch, name, value):
+    monkeypatch.setenv(f"QWEN_METAL_{name}", value)
+    out, err = ask("print(extension.load() is not None)", package_copy(so="built"))
+    assert out == "True"
+    assert len(err.splitlines()) == 1 and f"QWEN_METAL_{name}={value} is no" in err, err
+
+
 @pytest.fixture
 def fresh_guard(monkeypatch):
     monkeypatch.setattr(extension, "_result", None)
@@ -289,7 +299,7 @@ def test_every_refusal_is_one_warning(fresh_guard, module, reason):
 
 def test_threads_get_one_answer(fresh_guard):
     calls, gate, got = [], threading.Barrier(8), []
-    module = types.SimpleNamespace(mlx_version=mx.__version__, probe=lambda x, stream: x, build_info=dict)
+    module = types.SimpleNamespace(mlx_version=mx.__version__, probe=lambda x, stream: x, build_info=dict, isa=str, isas=list, threads=int)
     fresh_guard.setattr(extension, "_import", lambda version: calls.append(version) or module)
 
     def work():

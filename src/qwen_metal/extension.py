@@ -76,12 +76,27 @@ def _find() -> "tuple[ModuleType | None, Status]":
         module = _import(version)
         version = str(module.mlx_version)
         _check(module)
-        info = dict(module.build_info())
+        info, ignored = dict(module.build_info()), _ignored(module)
     except Exception as error:  # an extension that misbehaves in any way is one that is not used
         result = off(str(error) if isinstance(error, _Refused) else f"{type(error).__name__}: {error}")
         _warn(f"qwen-metal: extension not used: {result[1].reason}; everything works without it")
         return result
+    for line in ignored:
+        _warn(line)
     return module, Status(True, "", version, str(path), info)
+
+
+def _ignored(module: ModuleType) -> list[str]:
+    """One line for each environment variable whose value the extension could not follow."""
+    lines = []
+    asked, used = os.environ.get("QWEN_METAL_ISA", ""), module.isa()
+    if asked and asked != used:
+        choices = ", ".join(module.isas())
+        lines.append(f"qwen-metal: QWEN_METAL_ISA={asked} is not one of {choices}; using {used}")
+    asked, used = os.environ.get("QWEN_METAL_THREADS", ""), module.threads()
+    if asked and asked != str(used):
+        lines.append(f"qwen-metal: QWEN_METAL_THREADS={asked} is no number from 1 to 1024; using {used}")
+    return lines
 
 
 def _build_record() -> dict:
