@@ -49,6 +49,10 @@ _CHECKED = [
     "-fsanitize-recover=all", "-mllvm", "-msan-track-origins=0",
     # Without this, passing an uninitialised value to an inlined function lets the optimiser drop the path.
     "-Xclang", "-no-enable-noundef-analysis",
+    # The runtime looks at the calls that led to a barrier.
+    "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls",
+    # Equal code of two branches, merged, would be one barrier, and have one line.
+    "-mllvm", "-enable-tail-merge=0",
 ]  # fmt: skip
 
 

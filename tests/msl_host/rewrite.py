@@ -29,6 +29,7 @@ ATTRIBUTES = (
     "thread_index_in_quadgroup",
     "quadgroups_per_threadgroup",
 )
+BUFFERS = 31
 ATTRIBUTE_ALIASES = {"thread_execution_width": "threads_per_simdgroup", "grid_size": "threads_per_grid"}
 
 _TYPE = r"(?:const\s+)?[\w:]+(?:\s*<[^;{}()]*?>)?"
@@ -40,13 +41,14 @@ class Parameter:
     """One parameter of a kernel.
 
     kind: "buffer", "threadgroup" or "attribute"; index: buffer or threadgroup index, or place in
-    ATTRIBUTES; writable: a non-const device pointer.
+    ATTRIBUTES; writable: a non-const device pointer; scalar: what a buffer points to, one word.
     """
 
     name: str
     kind: str
     index: int
     writable: bool
+    scalar: str = ""
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,11 @@ def _parse_parameter(declaration, next_buffer):
     if attributes and not buffer:
         raise ValueError(f"the host executor does not know the attribute in: {declaration}")
     writable = not re.search(r"\bconst\b|\bconstant\b", bare)
-    return Parameter(name, "buffer", int(buffer.group(1)) if buffer else next_buffer, writable)
+    index = int(buffer.group(1)) if buffer else next_buffer
+    if index >= BUFFERS:
+        raise ValueError(f"Metal has buffers 0 to {BUFFERS - 1} only: {declaration}")
+    scalar = re.sub(r"\b(?:const|constant|device|volatile|coherent)\b|[*&]|\w+\s*$|__restrict\b", " ", bare).split()
+    return Parameter(name, "buffer", index, writable, scalar[0] if len(scalar) == 1 else "")
 
 
 def entry_point(name, parameters):

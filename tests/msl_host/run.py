@@ -1,6 +1,8 @@
 """Kernel: build a Metal kernel and run it on the CPU, thread by thread."""
 
 import ctypes
+import math
+import operator
 import threading
 import time
 from dataclasses import dataclass
@@ -13,6 +15,9 @@ from .symbols import LineTable
 _RANDOM, _FLUSH, _LOCKSTEP = 1, 2, 4
 _MAX_FINDINGS = 64
 _MAX_THREADS = 1024
+_MAX_GRID = 2**32 - 1
+# The checks keep a threadgroup's number in 22 bits.
+_MAX_THREADGROUPS = 2**22 - 2
 # The runtime holds one launch at a time.
 _lock = threading.Lock()
 
@@ -156,8 +161,13 @@ class Kernel:
         arguments. time_limit: processor seconds. Returns Result; raises ValueError on bad sizes.
         """
         grid, threadgroup = _three(grid, "grid"), _three(threadgroup, "threadgroup")
-        if np.prod(threadgroup) > _MAX_THREADS:
+        if math.prod(threadgroup) > _MAX_THREADS:
             raise ValueError(f"{self.name}: threadgroup {threadgroup} has more than {_MAX_THREADS} threads")
+        groups = math.prod(-(-g // t) for g, t in zip(grid, threadgroup))
+        if max(grid) > _MAX_GRID or groups > _MAX_THREADGROUPS:
+            raise ValueError(f"{self.name}: grid {grid} makes {groups} threadgroups; at most {_MAX_THREADGROUPS}")
+        if resident < 1:
+            raise ValueError(f"resident must be at least 1, not {resident}")
         arrays = self._arrays(args)
         buffers, names = self._buffers(args, arrays)
         findings = (_Finding * _MAX_FINDINGS)()
@@ -183,7 +193,10 @@ class Kernel:
         known = {p.name for p in self.parameters if p.kind == "buffer"}
         if unknown := set(args) - known:
             raise ValueError(f"{self.name} has no buffers {sorted(unknown)}; it has {sorted(known)}")
-        return {name: _as_array(value) for name, value in args.items() if value is not None}
+        types = {p.name: p.scalar for p in self.parameters}
+        return {
+            name: _as_array(value, types[name], f"{self.name}: {name}") for name, value in args.items() if value is not None
+        }
 
     def _buffers(self, args, arrays):
         used = [p for p in self.parameters if p.kind == "buffer"]
@@ -219,8 +232,29 @@ def _distinct(findings):
     return tuple(first.values())
 
 
-def _as_array(value):
-    """A writable contiguous copy; Uninitialised becomes an array of 0xFF bytes."""
+# Metal's scalar types as numpy holds them; others are not checked.
+_SCALARS = {
+    "bool": "bool", "char": "int8", "uchar": "uint8", "short": "int16", "ushort": "uint16", "int": "int32",
+    "uint": "uint32", "long": "int64", "ulong": "uint64", "half": "float16", "bfloat": "uint16", "float": "float32",
+    "float16_t": "float16", "bfloat16_t": "uint16", "atomic_int": "int32", "atomic_uint": "uint32",
+    **{f"{u}int{bits}_t": f"{u}int{bits}" for u in ("", "u") for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+
+
+def _as_array(value, scalar, what):
+    """A writable contiguous copy; Uninitialised becomes an array of 0xFF bytes.
+
+    Numbers and lists take the type of the parameter; arrays must have its size of element, and no
+    floats for integers or the other way round.
+    """
+    wanted = np.dtype(_SCALARS[scalar]) if scalar in _SCALARS else None
+    if wanted is not None and not isinstance(value, (Uninitialised, np.ndarray, np.generic)):
+        return np.array(value, wanted, order="C")
+    found = np.dtype(value.dtype) if hasattr(value, "dtype") else np.asarray(value).dtype
+    if wanted is not None and found != wanted and (
+        found.itemsize != wanted.itemsize or "f" in (found.kind, wanted.kind)
+    ):
+        raise ValueError(f"{what} is {scalar}: pass {wanted}, not {found}")
     if isinstance(value, Uninitialised):
         array = np.empty(value.shape, value.dtype)
         array.reshape(-1).view(np.uint8)[...] = 0xFF
@@ -229,7 +263,7 @@ def _as_array(value):
 
 
 def _three(sizes, what):
-    sizes = tuple(int(s) for s in np.atleast_1d(sizes))
+    sizes = tuple(operator.index(s) for s in (sizes if np.ndim(sizes) else (sizes,)))
     if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
         raise ValueError(f"{what} must be one to three positive numbers, not {sizes}")
     return sizes + (1,) * (3 - len(sizes))

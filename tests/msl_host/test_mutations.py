@@ -19,8 +19,8 @@ from msl_host.cases import DEFECTS, LEGAL
 MUTATIONS = {
     "bounds of buffers": (
         "check.c",
-        "if (offset + size > buffer->size) device_out_of_bounds(address, size, is_write, pc);",
-        "if (offset + size > buffer->size) return ignored_shadow;",
+        "if (is_outside(buffer, offset, size)) device_out_of_bounds(address, size, is_write, pc);",
+        "if (is_outside(buffer, offset, size)) return ignored_shadow;",
         ["device_write_past_end", "ragged_store"],
     ),
     "bounds of threadgroup arrays": (
@@ -28,6 +28,24 @@ MUTATIONS = {
         "if (!slot) threadgroup_out_of_bounds(offset, size, is_write, pc);",
         "if (!slot) return ignored_shadow;",
         ["threadgroup_write_past_end", "threadgroup_read_past_end"],
+    ),
+    "room between threadgroup arrays": (
+        "runtime.c",
+        "(group->memory_used + GAP + 15)",
+        "(group->memory_used + 64 + 15)",
+        ["index_into_other_array"],
+    ),
+    "functions that have returned": (
+        "check.c",
+        "if (address < (uintptr_t)__builtin_frame_address(0))",
+        "if (0)",
+        ["returned_variable"],
+    ),
+    "calls that lead to a barrier": (
+        "runtime.c",
+        "fiber->calls != first->calls || ",
+        "",
+        ["barrier_two_callers"],
     ),
     "writes to inputs": (
         "check.c",

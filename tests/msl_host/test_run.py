@@ -70,12 +70,48 @@ def test_statistics():
         (dict(args=dict(z=X)), "no buffers"),
         (dict(threadgroup=(64, 32)), "more than 1024"),
         (dict(grid=(64, 0)), "positive"),
+        (dict(grid=2**33), "threadgroups"),
+        (dict(threadgroup=(2**32, 2**32)), "more than 1024"),
+        (dict(resident=0), "resident"),
     ],
 )
 def test_bad_sizes_are_refused(arguments, message):
     kernel = Kernel(SCALE, "scale", ("float", 2), {0: 1.0})
     with pytest.raises(ValueError, match=message):
         kernel.run(**dict(args=_scale_arguments(), grid=64, threadgroup=32) | arguments)
+
+
+def test_numbers_and_lists_take_the_type_of_the_parameter():
+    source = HEAD + """[[kernel]] void k(const device float* x [[buffer(0)]], constant half& by [[buffer(1)]],
+        constant ushort& n [[buffer(2)]], device float* y [[buffer(3)]], uint i [[thread_position_in_grid]]) {
+      y[i] = x[i] * by + n;
+    }"""
+    result = Kernel(source, "k", checked=True).run(
+        dict(x=[1, 2, 3], by=0.5, n=7, y=Uninitialised((3,), np.float32)), 3, 3
+    )  # fmt: skip
+    assert not result.report and result["y"].tolist() == [7.5, 8.0, 8.5]
+    with pytest.raises(ValueError, match="x is float: pass float32, not float64"):
+        Kernel(source, "k").run(dict(x=X.astype(np.float64)), 3, 3)
+
+
+def test_a_missing_buffer_is_named_as_such():
+    source = HEAD + "[[kernel]] void k(device float* y [[buffer(0)]]) {\n  y[0] = 1;\n}"
+    (finding,) = Kernel(source, "k", checked=True).run({}, 1, 1).report
+    assert finding.line == 4 and "not passed" in finding.text
+    with pytest.raises(ValueError, match="buffers 0 to 30"):
+        Kernel(source.replace("buffer(0)", "buffer(31)"), "k")
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("memory", ["device float* p = y", "threadgroup float a[8]; threadgroup float* p = a",
+                                    "float a[8]; thread float* p = a"])  # fmt: skip
+def test_a_runaway_store_ends_the_launch_only(memory, checked):
+    body = f"  {memory};\n  fill(p);\n  y[0] = p[5];\n"
+    kind = memory.split()[0].replace("float", "thread")
+    fill = f"__attribute__((noinline)) void fill({kind} float* p) {{ for (int i = 0; i < 100000000; i++) p[i] = 1; }}\n"
+    source = HEAD + fill + "[[kernel]] void k(device float* y [[buffer(0)]]) {\n" + body + "}"
+    result = Kernel(source, "k", checked=checked).run(dict(y=Uninitialised((8,), np.float32)), 1, 1)
+    assert not result.completed and result.defects[0].line == 3
 
 
 def test_compile_errors_name_the_metal_line():

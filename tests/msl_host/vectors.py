@@ -113,6 +113,9 @@ struct packed_vec {
   T v[N];
   MSL_F packed_vec() = default;
   MSL_F packed_vec(vec<T, N> o) { for (int i = 0; i < N; i++) v[i] = o[i]; }
+  MSL_F packed_vec(T a, T b) { v[0] = a; v[1] = b; }
+  MSL_F packed_vec(T a, T b, T c) { v[0] = a; v[1] = b; v[2] = c; }
+  MSL_F packed_vec(T a, T b, T c, T d) { v[0] = a; v[1] = b; v[2] = c; v[3] = d; }
   MSL_F operator vec<T, N>() const { vec<T, N> r; for (int i = 0; i < N; i++) r[i] = v[i]; return r; }
   MSL_F T& operator[](int i) { return v[i]; }
   MSL_F T operator[](int i) const { return v[i]; }

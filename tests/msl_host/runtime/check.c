@@ -43,12 +43,12 @@ void cells_destroy(Cells *cells, uint64_t size) {
   memset(cells, 0, sizeof *cells);
 }
 
-/* Forget everything about the first `size` bytes. */
-void cells_reset(Cells *cells, uint64_t size) {
-  memset(cells->shadow, 0xff, size);
-  memset(cells->writer, 0, size * sizeof(Access));
-  memset(cells->reader, 0, size * sizeof(Access));
-  memset(cells->flags, 0, size);
+/* Forget everything about `size` bytes. */
+void cells_reset(Cells *cells, uint64_t from, uint64_t size) {
+  memset(cells->shadow + from, 0xff, size);
+  memset(cells->writer + from, 0, size * sizeof(Access));
+  memset(cells->reader + from, 0, size * sizeof(Access));
+  memset(cells->flags + from, 0, size);
 }
 
 /* ---- order between accesses ---------------------------------------------- */
@@ -235,10 +235,16 @@ static void note_store(const Place *at, uint8_t *address, uint64_t size, bool is
 
 /* ---- whose memory is it --------------------------------------------------- */
 
-static inline Buffer *find_buffer(uintptr_t address) {
-  if (address < (uintptr_t)launch.arena || address >= (uintptr_t)launch.arena_end) return NULL;
-  uint8_t owner = launch.arena_owner[(address - (uintptr_t)launch.arena) / ARENA_PAGE];
-  return owner ? &launch.buffers[owner - 1] : NULL;
+/* The buffer whose window holds `address`, NULL if none does. */
+Buffer *find_buffer(uintptr_t address) {
+  uint64_t offset = address - (uintptr_t)launch.arena;
+  if (offset >= launch.arena_size) return NULL;
+  Buffer *buffer = &launch.buffers[offset >> WINDOW_BITS];
+  return buffer->base ? buffer : NULL;
+}
+
+static bool is_outside(const Buffer *buffer, uint64_t offset, uint64_t size) {
+  return offset > buffer->size || size > buffer->size - offset;
 }
 
 static const Slot *find_slot(uint64_t offset, uint64_t size) {
@@ -286,7 +292,10 @@ static const Buffer *nearest_buffer(uintptr_t address) {
 
 static void device_out_of_bounds(uintptr_t address, uint64_t size, bool is_write, uintptr_t pc) {
   const Buffer *buffer = nearest_buffer(address);
-  if (buffer)
+  if (address < ARENA_PAGE)
+    add_finding("device-out-of-bounds", pc, "%s through a null pointer (a buffer that was not passed?)",
+                is_write ? "writes" : "reads");
+  else if (buffer)
     add_finding("device-out-of-bounds", pc, "%s %lu bytes at byte %ld of '%s', which has %lu",
                 is_write ? "writes" : "reads", (unsigned long)size, (long)(address - (uintptr_t)buffer->base),
                 buffer->name, (unsigned long)buffer->size);
@@ -316,7 +325,7 @@ static inline void mark_read(uint8_t *flags, uint64_t size) {
 static uint8_t *check_buffer(Buffer *buffer, uintptr_t address, uint64_t size, bool is_write, uintptr_t pc,
                              bool is_copy) {
   uint64_t offset = address - (uintptr_t)buffer->base;
-  if (offset + size > buffer->size) device_out_of_bounds(address, size, is_write, pc);
+  if (is_outside(buffer, offset, size)) device_out_of_bounds(address, size, is_write, pc);
   *(is_write ? &buffer->bytes_written : &buffer->bytes_read) += size;
   if (!buffer->writable) {
     if (is_write) add_finding("write-to-input", pc, "'%s' is an input", buffer->name);
@@ -384,7 +393,7 @@ void check_atomic(uintptr_t address, uint32_t size, bool reads, bool writes, uin
     check_atomic_place(&at, size, reads, writes);
     return;
   }
-  if (offset + size > buffer->size) device_out_of_bounds(address, size, writes, pc);
+  if (is_outside(buffer, offset, size)) device_out_of_bounds(address, size, writes, pc);
   if (reads) buffer->bytes_read += size;
   if (writes) buffer->bytes_written += size;
   if (writes && !buffer->writable) add_finding("write-to-input", pc, "'%s' is an input", buffer->name);
@@ -397,12 +406,17 @@ void check_atomic(uintptr_t address, uint32_t size, bool reads, bool writes, uin
 static inline uint8_t *quick_shadow(uintptr_t address, uint64_t size, bool is_write, uintptr_t pc) {
   if (!current || current->store.size) return NULL;
   current->pc = pc;
-  if (in_own_stack(address)) return current->stack_shadow + (address - (uintptr_t)current->stack);
+  if (in_own_stack(address)) {
+    /* The runtime's own frames are all that lies below the frame of the kernel. */
+    if (address < (uintptr_t)__builtin_frame_address(0))
+      add_finding("private-out-of-bounds", pc, "a variable of a function that has returned");
+    return current->stack_shadow + (address - (uintptr_t)current->stack);
+  }
   if (is_write || size > 16) return NULL;
   Buffer *buffer = find_buffer(address);
   if (!buffer || buffer->writable) return NULL;
   uint64_t offset = address - (uintptr_t)buffer->base;
-  if (offset + size > buffer->size) return NULL;
+  if (is_outside(buffer, offset, size)) return NULL;
   buffer->bytes_read += size;
   mark_read(buffer->cells.flags + offset, size);
   return clean_shadow;

@@ -174,13 +174,14 @@ void *msl_threadgroup(uint32_t id, uint64_t size, const char *name) {
   for (uint32_t i = 0; i < group->slot_count; i++)
     if (group->slots[i].id == id && group->slots[i].size == size) return group->memory + group->slots[i].offset;
   uint64_t offset = group->slot_count ? (group->memory_used + GAP + 15) & ~15ull : 0;
-  if (offset + size + GAP > GROUP_MEMORY || group->slot_count == MAX_SLOTS) {
+  if (size > GROUP_MEMORY || offset + size > GROUP_MEMORY || group->slot_count == MAX_SLOTS) {
     add_finding("threadgroup-memory-size", CALLER, "'%s' needs %lu bytes more", name, (unsigned long)size);
     fiber_abort();
   }
   group->slots[group->slot_count++] = (Slot){id, name, offset, size};
   group->memory_used = offset + size;
-  group->memory_dirty = group->memory_used + GAP;
+  memset(group->memory + offset, 0xff, size);
+  if (launch.checked) cells_reset(&group->cells, offset, size);
   uint64_t total = 0;
   for (uint32_t i = 0; i < group->slot_count; i++) total += (group->slots[i].size + 15) & ~15ull;
   if (total > launch.statistics.threadgroup_bytes) launch.statistics.threadgroup_bytes = total;
@@ -203,9 +204,23 @@ static void wait_for(enum FiberState state, uintptr_t pc) {
   fiber_yield();
 }
 
+/* Differs where a function with a barrier was called from different places: walks the frames of the kernel. */
+static uint64_t calls_to_here(void *const *frame) {
+  uint64_t calls = 0;
+  const uint8_t *end = current->stack + STACK_BYTES;
+  for (int depth = 0; depth < 64 && (const uint8_t *)frame > current->stack && (const uint8_t *)(frame + 2) <= end; depth++) {
+    uintptr_t pc = (uintptr_t)frame[1];
+    if (pc < launch.library_base || pc >= launch.library_end) break;
+    calls = (calls ^ pc) * 0x9e3779b97f4a7c15u;
+    frame = frame[0];
+  }
+  return calls;
+}
+
 /* threadgroup_barrier (scope 0) and simdgroup_barrier (scope 1). */
 void msl_barrier(uint32_t mem_flags, uint32_t scope) {
   current->mem_flags = mem_flags;
+  current->calls = launch.checked ? calls_to_here(__builtin_frame_address(0)) : 0;
   wait_for(scope ? AT_SIMD_BARRIER : AT_GROUP_BARRIER, CALLER);
 }
 
@@ -311,7 +326,8 @@ static bool resolve_group_barrier(Group *group) {
     }
     flags |= fiber->mem_flags;
     if (!first) first = fiber;
-    if (fiber->pc != first->pc || fiber->barriers != first->barriers) other_place = fiber;
+    if (fiber->pc != first->pc || fiber->calls != first->calls || fiber->barriers != first->barriers)
+      other_place = fiber;
   }
   if (!first) return false;
   current = first;
@@ -360,6 +376,25 @@ void unmap_memory(void *memory, size_t size) {
   if (memory) munmap(memory, size);
 }
 
+/* Addresses without memory, for mprotect to open. */
+static uint8_t *reserve(size_t size) {
+  void *memory = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory != MAP_FAILED) return memory;
+  fprintf(stderr, "msl_host: cannot reserve %zu bytes of addresses\n", size);
+  abort();
+}
+
+/* Memory that overruns cannot leave. */
+void *map_guarded(size_t size) {
+  uint8_t *memory = reserve(size + 2 * GUARD) + GUARD;
+  mprotect(memory, size, PROT_READ | PROT_WRITE);
+  return memory;
+}
+
+void unmap_guarded(void *memory, size_t size) {
+  if (memory) munmap((uint8_t *)memory - GUARD, size + 2 * GUARD);
+}
+
 static uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 static void start_fiber(Group *group, uint32_t thread) {
@@ -399,10 +434,8 @@ static void start_group(Group *group, uint32_t index) {
   launch.now++;
   group->barrier_time[0] = group->barrier_time[1] = launch.now;
   for (uint32_t i = 0; i < MAX_SIMDGROUPS; i++) group->simd_time[i][0] = group->simd_time[i][1] = launch.now;
-  memset(group->memory, 0xff, group->memory_dirty);
-  if (launch.checked) cells_reset(&group->cells, group->memory_dirty);
   group->slot_count = 0;
-  group->memory_used = group->memory_dirty = 0;
+  group->memory_used = 0;
   group->acquired.count = 0;
   for (uint32_t i = 0; i < group->threads; i++) start_fiber(group, i);
 }
@@ -413,9 +446,8 @@ static void create_resident(uint32_t count, uint32_t threads) {
   for (uint32_t i = 0; i < count; i++) {
     Group *group = &launch.resident[i];
     group->fibers = map_memory(threads * sizeof(Fiber));
-    group->stacks = map_memory((size_t)threads * STACK_BYTES);
-    group->memory = map_memory(GROUP_MEMORY);
-    group->memory_dirty = GROUP_MEMORY;
+    group->stacks = map_guarded((size_t)threads * STACK_BYTES);
+    group->memory = map_guarded(GROUP_MEMORY);
     if (!launch.checked) continue;
     group->stack_shadow = map_memory((size_t)threads * STACK_BYTES);
     cells_create(&group->cells, GROUP_MEMORY, false);
@@ -431,8 +463,8 @@ static void destroy_resident(uint32_t threads) {
     }
     order_list_free(&group->acquired);
     unmap_memory(group->fibers, threads * sizeof(Fiber));
-    unmap_memory(group->stacks, (size_t)threads * STACK_BYTES);
-    unmap_memory(group->memory, GROUP_MEMORY);
+    unmap_guarded(group->stacks, (size_t)threads * STACK_BYTES);
+    unmap_guarded(group->memory, GROUP_MEMORY);
     unmap_memory(group->stack_shadow, (size_t)threads * STACK_BYTES);
     if (launch.checked) cells_destroy(&group->cells, GROUP_MEMORY);
   }
@@ -441,28 +473,22 @@ static void destroy_resident(uint32_t threads) {
 
 static size_t pages_of(uint64_t size) { return size / ARENA_PAGE + 1; }
 
-/* Copy buffers into an arena with at least one guard page before and after each. */
+/* Copy each buffer into its window of the arena, with a guard page before it and after. */
 static void create_arena(void) {
-  size_t pages = 1;
-  for (uint32_t i = 0; i < launch.buffer_count; i++) pages += pages_of(launch.buffers[i].size) + 1;
-  uint8_t *mapped = map_memory(pages * ARENA_PAGE);
-  launch.arena = mapped;
-  launch.arena_end = mapped + pages * ARENA_PAGE;
-  launch.arena_owner = calloc(pages, 1);
-  size_t page = 1;
+  launch.arena_size = (uint64_t)launch.buffer_count << WINDOW_BITS;
+  launch.arena = reserve(launch.arena_size + ARENA_PAGE); /* not empty without buffers either */
   for (uint32_t i = 0; i < launch.buffer_count; i++) {
     Buffer *buffer = &launch.buffers[i];
     buffer->base = NULL;
     if (!buffer->host) continue;
-    size_t count = pages_of(buffer->size);
-    memset(launch.arena + (page - 1) * ARENA_PAGE, 0xa5, ARENA_PAGE);
-    memset(launch.arena + (page + count - 1) * ARENA_PAGE, 0xa5, 2 * ARENA_PAGE);
-    buffer->base = launch.arena + page * ARENA_PAGE;
+    size_t bytes = pages_of(buffer->size) * ARENA_PAGE;
+    buffer->base = launch.arena + ((uint64_t)i << WINDOW_BITS) + (1ull << (WINDOW_BITS - 1));
+    mprotect(buffer->base - ARENA_PAGE, bytes + 2 * ARENA_PAGE, PROT_READ | PROT_WRITE);
+    memset(buffer->base - ARENA_PAGE, 0xa5, ARENA_PAGE);
+    memset(buffer->base + bytes - ARENA_PAGE, 0xa5, 2 * ARENA_PAGE);
     memcpy(buffer->base, buffer->host, buffer->size);
-    memset(launch.arena_owner + page, (int)i + 1, count);
     if (launch.checked && buffer->writable) cells_create(&buffer->cells, buffer->size, buffer->initialised);
     else if (launch.checked) cells_create_flags(&buffer->cells, buffer->size);
-    page += count + 1;
   }
 }
 
@@ -484,8 +510,7 @@ static void destroy_arena(void) {
       add_finding("device-out-of-bounds", 0, "guard bytes around '%s' were overwritten", buffer->name);
     if (launch.checked) cells_destroy(&buffer->cells, buffer->size);
   }
-  free(launch.arena_owner);
-  unmap_memory(launch.arena, (size_t)(launch.arena_end - launch.arena));
+  unmap_memory(launch.arena, launch.arena_size + ARENA_PAGE);
 }
 
 static void report_spin(void) {

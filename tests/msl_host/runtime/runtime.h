@@ -18,11 +18,12 @@ enum {
   MAX_THREADS = 1024, /* threads in a threadgroup */
   MAX_SIMDGROUPS = MAX_THREADS / SIMD_WIDTH,
   MAX_BUFFERS = 64,
-  MAX_SLOTS = 256,             /* threadgroup declarations reached by one launch */
+  MAX_SLOTS = 64,              /* threadgroup declarations reached by one launch */
   MAX_FINDINGS = 64,           /* distinct findings kept of one launch */
   STACK_BYTES = 256 * 1024,    /* private memory of one thread */
-  GROUP_MEMORY = 256 * 1024,   /* address space for threadgroup memory */
-  GAP = 64,                    /* bytes between slots, so that a small overrun hits none */
+  GAP = 32768 + 64,            /* bytes between slots, so that an index past one array hits no other */
+  GROUP_MEMORY = 4096 * 1024,  /* address space for threadgroup memory */
+  GUARD = 65536,               /* bytes without access around stacks and threadgroup memory */
   GROUP_MEMORY_LIMIT = 32768,  /* what Metal allows, bytes */
   SPIN_ROUNDS = 20000,         /* scheduler rounds without progress before a spin is called endless */
 };
@@ -133,6 +134,7 @@ struct Fiber {
   uint8_t *stack, *stack_shadow;
   uintptr_t pc;        /* call site it waits at */
   uint32_t mem_flags;  /* of the barrier it waits at */
+  uint64_t calls;      /* the calls that led to that barrier; checked kernels only */
   uint32_t barriers;   /* threadgroup barriers passed */
   SimdOperation operation;
   void *arguments;
@@ -154,7 +156,7 @@ struct Group {
   Cells cells;
   Slot slots[MAX_SLOTS];
   uint32_t slot_count;
-  uint64_t memory_used, memory_dirty; /* bytes laid out; bytes to clear for the next threadgroup */
+  uint64_t memory_used; /* bytes laid out */
   OrderList acquired;
 };
 
@@ -192,12 +194,13 @@ typedef struct {
   Finding findings[MAX_FINDINGS];
   uint32_t finding_count;
   Statistics statistics;
-  uint8_t *arena, *arena_end;
-  uint8_t *arena_owner; /* buffer number + 1 of each 64 KiB page */
+  uint8_t *arena; /* one window of addresses for each buffer */
+  uint64_t arena_size;
   uint64_t library_base, library_end;
 } Launch;
 
-enum { ARENA_PAGE = 65536 };
+/* A buffer lies in the middle of its window: no index of 32 bits leads into another buffer. */
+enum { WINDOW_BITS = 36, ARENA_PAGE = 65536 };
 
 extern Launch launch;
 extern Fiber *current;
@@ -209,6 +212,8 @@ void fiber_abort(void) __attribute__((noreturn));
 void add_finding(const char *kind, uintptr_t pc, const char *format, ...) __attribute__((format(printf, 3, 4)));
 Finding *last_finding(void);
 void *map_memory(size_t size);
+void *map_guarded(size_t size);
+void unmap_guarded(void *memory, size_t size);
 void unmap_memory(void *memory, size_t size);
 
 void simd_operation(SimdOperation operation, void *arguments, uintptr_t pc);
@@ -221,10 +226,11 @@ void release_signals(void);
 void cells_create_flags(Cells *cells, uint64_t size);
 void cells_create(Cells *cells, uint64_t size, bool initialised);
 void cells_destroy(Cells *cells, uint64_t size);
-void cells_reset(Cells *cells, uint64_t size);
+void cells_reset(Cells *cells, uint64_t from, uint64_t size);
 void check_pending_store(void);
 bool is_ordered(Access earlier, enum Space space);
 Access make_access(void);
+Buffer *find_buffer(uintptr_t address);
 uint8_t *find_shadow(uintptr_t address, uint64_t size);
 void check_atomic(uintptr_t address, uint32_t size, bool reads, bool writes, uintptr_t pc);
 void count_unique_bytes(void);

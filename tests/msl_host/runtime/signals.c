@@ -44,6 +44,7 @@ static void on_signal(int number, siginfo_t *info, void *context) {
     return;
   }
   uint32_t before = launch.finding_count;
+  const Buffer *buffer;
   uintptr_t pc = interrupted_pc(context) + 1; /* findings hold return addresses */
   if (number == SIGPROF)
     add_finding("time-limit", pc, "still running after the time limit");
@@ -51,9 +52,15 @@ static void on_signal(int number, siginfo_t *info, void *context) {
     add_finding("division-by-zero", pc, "integer division");
   else if (number == SIGILL)
     add_finding("private-out-of-bounds", pc, "beyond a private array (or other code the compiler holds impossible)");
+  else if ((buffer = find_buffer((uintptr_t)info->si_addr)))
+    add_finding("device-out-of-bounds", pc, "access at byte %ld of '%s', which has %lu",
+                (long)((uintptr_t)info->si_addr - (uintptr_t)buffer->base), buffer->name, (unsigned long)buffer->size);
   else
     add_finding("wild-address", pc, "access to address %p", info->si_addr);
-  if (launch.finding_count > before) last_finding()->outer_pc = calling_pc(context);
+  if (launch.finding_count > before) {
+    uint64_t outer = calling_pc(context), waits = current->pc - launch.library_base;
+    last_finding()->outer_pc = outer ? outer : current->pc ? waits : 0;
+  }
   fiber_abort();
 }
 

@@ -344,15 +344,25 @@ def _range(values):
 # ---- seeded defects and legal kernels ----
 
 
-def defects():
-    """Every seeded defect is found at its line; no legal kernel is reported; by each compiler installed."""
+def build_cases():
+    """A kernel for each case and each compiler installed."""
+    cases = [*DEFECTS.values(), *LEGAL.values()]
+    return {(c, case.path): case.kernel(compiler=c) for c in building.available_compilers() for case in cases}
+
+
+def defects(built):
+    """Every seeded defect is found at its line; no legal kernel is reported; by each compiler installed.
+
+    `built` is a future of build_cases.
+    """
+    kernels = built.result()
     for compiler in building.available_compilers():
         wrong = []
         for case in DEFECTS.values():
-            report = case.run(case.kernel(compiler=compiler)).report
+            report = case.run(kernels[compiler, case.path]).report
             if {(f.kind, f.line) for f in report} != case.expected:
                 wrong.append(case.name)
-        false_alarms = [c.name for c in LEGAL.values() if _report(c, compiler)]
+        false_alarms = [c.name for c in LEGAL.values() if _report(c, kernels[compiler, c.path])]
         group = f"defects ({compiler.short_name})"
         yield _at_least(group, "seeded", len(DEFECTS), 24)
         yield _equal(group, "found with kind and line", len(DEFECTS) - len(wrong), len(DEFECTS), " ".join(wrong))
@@ -360,8 +370,7 @@ def defects():
         yield _equal(group, "legal kernels reported", len(false_alarms), 0, " ".join(false_alarms))
 
 
-def _report(case, compiler):
-    kernel = case.kernel(compiler=compiler)
+def _report(case, kernel):
     return case.run(kernel).report + case.run(kernel, lockstep=True).report
 
 
@@ -391,17 +400,17 @@ def sweep(compiled):
     yield _at_most("cost", "compiler seconds a kernel, median", float(np.median(seconds)), 0.6, _range(seconds))
 
 
-GROUPS = (quantised, prompt, reproduction, gated_delta, attention, gemm, mlx_gated_delta, shipped_kernels, defects)
+GROUPS = (quantised, prompt, reproduction, gated_delta, attention, gemm, mlx_gated_delta, shipped_kernels)
 
 
 def measure():
     """Rows of all groups, each with the wall-clock seconds since the row before.
 
-    The sweep compiles beside them, in a second process at a time.
+    The sweep and the seeded defects compile beside them, in a second process at a time.
     """
     with _on_cpu(), ThreadPoolExecutor(1) as pool:
-        compiled = pool.submit(compile_all)
-        for rows in (*(group() for group in GROUPS), sweep(compiled)):
+        built, compiled = pool.submit(build_cases), pool.submit(compile_all)
+        for rows in (*(group() for group in GROUPS), defects(built), sweep(compiled)):
             started = time.perf_counter()
             for row in rows:
                 now = time.perf_counter()

@@ -6,5 +6,5 @@ using namespace metal;
     const device float* x [[buffer(0)]],
     device float* out [[buffer(1)]],
     uint i [[thread_position_in_grid]]) {
-  out[i] = x[i + (1u << 30)];  // DEFECT wild-address
+  out[i] = x[long(i) - (1l << 40)];  // DEFECT wild-address
 }
