@@ -27,7 +27,15 @@ def supported(
     """None, or why no fast route serves this call."""
     if isinstance(mask, mx.array):
         return "an explicit mask array (this cache class has no length form)"
-    return cpu.missing("attention_prefill", policy)
+    reason = gqa_decode.layout_reason(q, quantised)
+    return reason or cpu.missing("attention_prefill", policy)
+
+
+def mask_of(start: Optional[mx.array], T: int, length: int, mask: Any) -> Any:
+    """``mask``, or the causal mask that starts at each row's first position."""
+    if start is None:
+        return mask
+    return create_causal_mask(T, offset=length - T, left_padding=start)
 
 
 def attention_prefill(
@@ -77,6 +85,5 @@ def attention_prefill(
         routes.fast("attention_prefill", "cpu")
         return cpu.attention_prefill(q, keys, values, scale, start, causal, gate, quantised)
     routes.stock("attention_prefill", reason)
-    if start is not None:
-        mask = create_causal_mask(T, offset=length - T, left_padding=start)
+    mask = mask_of(start, T, length, mask)
     return reference(q, keys, values, scale, mask, gate, quantised, numerics="match")

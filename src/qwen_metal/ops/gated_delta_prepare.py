@@ -34,6 +34,15 @@ class DeltaWeights(NamedTuple):
     head_v_dim: int
     eps: float
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays alone, for what traces them."""
+        return list(self[:4])
+
+    def of(self, arrays: list[mx.array]) -> "DeltaWeights":
+        """The same with these arrays."""
+        return self if arrays[0] is self.conv else DeltaWeights(*arrays, *self[4:])
+
 
 def live_rows(
     length: int, left_padding: Optional[mx.array], lengths: Optional[mx.array]

@@ -69,7 +69,25 @@ def supported(
     """None, or why no fast route serves this call."""
     if mask is not None:
         return "an explicit mask array (this cache class has no length form)"
-    return cpu.missing("gqa_decode", policy)
+    return layout_reason(q, quantised) or cpu.missing("gqa_decode", policy)
+
+
+def layout_reason(q: mx.array, quantised: Optional[QuantisedKV]) -> Optional[str]:
+    """None, or why no kernel reads heads of this size or keys of this format."""
+    if q.shape[-1] % 16:
+        return f"head size {q.shape[-1]} (kernels take multiples of 16)"
+    if quantised is not None and (
+        quantised.bits not in (2, 4, 8) or quantised.group_size not in (32, 64, 128)
+    ):
+        return f"{quantised.bits}-bit keys in groups of {quantised.group_size}"
+    return None
+
+
+def mask_of(start: Optional[mx.array], length: int) -> Optional[mx.array]:
+    """The mask that says the same as a first position, (B, 1, 1, length)."""
+    if start is None:
+        return None
+    return (mx.arange(length) >= start[:, None])[:, None, None]
 
 
 def gqa_decode(
@@ -120,6 +138,5 @@ def gqa_decode(
         return cpu.gqa_decode(q, keys, values, scale, start, gate, quantised)
     routes.stock("gqa_decode", reason)
     if start is not None:
-        length = (keys[0] if quantised is not None else keys).shape[2]
-        mask = (mx.arange(length) >= start[:, None])[:, None, None]
+        mask = mask_of(start, (keys[0] if quantised is not None else keys).shape[2])
     return reference(q, keys, values, scale, mask, gate, quantised, numerics="match")

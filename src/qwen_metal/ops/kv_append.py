@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
 from .. import routes
 from ..kernels import cpu
@@ -18,6 +19,8 @@ def reference(cache: Any, k: mx.array, v: mx.array) -> tuple[Any, Any]:
 
 def supported(cache: Any, k: mx.array, policy: Policy = DEFAULT) -> Optional[str]:
     """None, or why no fast route serves this call."""
+    if type(cache) not in (KVCache, QuantizedKVCache, BatchKVCache):
+        return f"{type(cache).__name__} moves its rows itself"
     return cpu.missing("kv_append", policy)
 
 
