@@ -214,19 +214,21 @@ def rolled(m: Matrix) -> Matrix:
 def selection(experts: int, rows: int, columns: int, picks: Optional[int] = None) -> Matrix:
     """Exact 0-1 weights: output n is input n, or input ``picks`` for every n.
 
-    8-bit affine with scale 1 and bias 0, so that no value is rounded.
+    8-bit affine, of which code 127 is exactly 0 and code 255 exactly 1. Codes
+    about the middle of their range, as those of real weights: a kernel may
+    subtract the middle, and far from it that would cost digits.
     """
-    codes = np.zeros((rows, columns), np.uint8)
+    codes = np.full((rows, columns), 127, np.uint8)
     if picks is None:
-        np.fill_diagonal(codes, 1)
+        np.fill_diagonal(codes, 255)
     else:
-        codes[:, picks] = 1
+        codes[:, picks] = 255
     weight = mx.array(codes.view(np.uint32))
     groups = (experts, rows, columns // 64)
     return Matrix(
         mx.contiguous(mx.broadcast_to(weight, (experts, *weight.shape))),
-        mx.ones(groups, mx.bfloat16),
-        mx.zeros(groups, mx.bfloat16),
+        mx.full(groups, 1 / 128, mx.bfloat16),
+        mx.full(groups, -127 / 128, mx.bfloat16),
         group_size=64,
         bits=8,
         mode="affine",
@@ -425,28 +427,42 @@ def problem(
 def products(pack: Pack, problems: Sequence[Problem]) -> list[list[np.ndarray]]:
     """Every problem's requests in float64: expert by expert, so one is in memory at a time."""
     asked = [problem.requests() for problem in problems]
-    answer = [[None] * len(one) for one in asked]
-    for shape in SHAPES:
-        places = [
-            (i, j) for i, p in enumerate(problems) if p.case.shape == shape for j in range(len(asked[i]))
-        ]
-        if not places:
-            continue
-        rows = np.concatenate([asked[i][j][0] for i, j in places])
-        ids = np.concatenate([asked[i][j][1] for i, j in places])
-        values, start = _products(pack, shape, rows, ids), 0
-        for i, j in places:
-            stop = start + len(asked[i][j][1])
-            answer[i][j], start = values[start:stop], stop
+    stacks = [_Stack(pack.sizes, shape, problems, asked) for shape in SHAPES]
+    for expert in range(pack.sizes.experts):
+        weights = pack.exact(expert)
+        for stack in stacks:
+            stack.multiply(expert, weights)
+    answer: list[list] = [[None] * len(one) for one in asked]
+    for stack in stacks:
+        stack.hand_out(answer)
     return answer
 
 
-def _products(pack: Pack, shape: str, rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    out = np.empty((len(rows), pack.sizes.of(shape)[0]))
-    for expert in np.unique(ids):
-        mine = np.flatnonzero(ids == expert)
-        out[mine] = rows[mine] @ pack.exact(expert).reshape(pack.sizes.of(shape)).T
-    return out
+class _Stack:
+    """All requests of one shape under each other: one product an expert, not one a case."""
+
+    def __init__(self, sizes: Sizes, shape: str, problems: Sequence[Problem], asked: list):
+        self.shape = sizes.of(shape)
+        self.places = [
+            (i, j) for i, p in enumerate(problems) if p.case.shape == shape for j in range(len(asked[i]))
+        ]
+        parts = [asked[i][j] for i, j in self.places]
+        self.lengths = [len(ids) for _, ids in parts]
+        self.rows = np.concatenate([np.empty((0, self.shape[1])), *(rows for rows, _ in parts)])
+        self.ids = np.concatenate([np.empty(0, int), *(ids for _, ids in parts)])
+        self.out = np.empty((len(self.ids), self.shape[0]))
+
+    def multiply(self, expert: int, weights: np.ndarray) -> None:
+        """The rows of this expert times its flat weights."""
+        mine = np.flatnonzero(self.ids == expert)
+        if mine.size:
+            self.out[mine] = self.rows[mine] @ weights.reshape(self.shape).T
+
+    def hand_out(self, answer: list[list]) -> None:
+        """Each request's products to its place."""
+        ends = np.cumsum(self.lengths)
+        for (i, j), end, length in zip(self.places, ends, self.lengths):
+            answer[i][j] = self.out[end - length : end]
 
 
 def quantisation_errors(pack: Pack, dtype: mx.Dtype) -> dict[tuple[str, str], float]:

@@ -41,6 +41,9 @@ HIDDEN, INNER, EXPERTS, TOP_K, QKV = 2048, 512, 256, 8, 8192
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 256
 KEY_HEADS, VALUE_HEADS, STATE_DIM = 16, 32, 128
 
+#: Rows of a prefill, tokens of the scan and of the prefill's attention, cached tokens of the decode's.
+ROWS, SCAN_TOKENS, PROMPT_TOKENS, CONTEXTS = 512, 256, 512, (4096, 32768)
+
 
 @dataclass
 class Job:
@@ -154,7 +157,7 @@ def _projections() -> Iterator[Job]:
     count = max(2, -(-(STREAM // 2) // (QKV * HIDDEN // 2)))
     matrices = [_packed(QKV, HIDDEN) for _ in range(count)]
     size = _size(matrices[0])
-    for rows, kind in ((1, "gemv"), (512, "gemm")):
+    for rows, kind in ((1, "gemv"), (ROWS, "gemm")):
         x = _random(rows, HIDDEN)
         yield Job(
             kind,
@@ -188,23 +191,22 @@ def _experts() -> Iterator[Job]:
         lambda i: moe_decode(x, experts, ids[i % turns], scores),
         streams,
     )
-    rows = 512
-    chosen = np.random.default_rng(0).random((rows, EXPERTS)).argsort(axis=-1)[:, :TOP_K]
-    plan, many = route_plan(mx.array(chosen.astype(np.uint32)), EXPERTS), _random(rows, HIDDEN)
+    chosen = np.random.default_rng(0).random((ROWS, EXPERTS)).argsort(axis=-1)[:, :TOP_K]
+    plan, many = route_plan(mx.array(chosen.astype(np.uint32)), EXPERTS), _random(ROWS, HIDDEN)
     mx.eval(plan[:5])
     yield Job(
         "gemm",
         "grouped_qmm",
-        f"{rows} x {TOP_K} rows, gate and up",
+        f"{ROWS} x {TOP_K} rows, gate and up",
         _size(gate) + _size(up),
-        2 * rows * TOP_K * 2 * HIDDEN * INNER,
+        2 * ROWS * TOP_K * 2 * HIDDEN * INNER,
         lambda i: grouped_qmm(many, (gate, up), plan),
         lambda i: [*_weights(gate), *_weights(up)],
     )
 
 
 def _scan() -> Iterator[Job]:
-    tokens = 256
+    tokens = SCAN_TOKENS
     q, k = (_random(1, tokens, KEY_HEADS, STATE_DIM) * STATE_DIM**-0.5 for _ in range(2))
     v = _random(1, tokens, VALUE_HEADS, STATE_DIM)
     g, beta = (mx.random.uniform(0.9, 1, (1, tokens, VALUE_HEADS)) for _ in range(2))
@@ -222,7 +224,7 @@ def _scan() -> Iterator[Job]:
 
 
 def _attention() -> Iterator[Job]:
-    for context in (4096, 32768):
+    for context in CONTEXTS:
         q, gate = _random(1, HEADS, 1, HEAD_DIM), _random(1, 1, HEADS * HEAD_DIM)
         # Several layers' caches in turn, as a decode step meets them.
         layers = [[_random(1, KV_HEADS, context, HEAD_DIM) for _ in range(2)] for _ in range(4)]
@@ -237,7 +239,7 @@ def _attention() -> Iterator[Job]:
             ),
             lambda i, layers=layers: layers[i % 4],
         )
-    tokens = 512
+    tokens = PROMPT_TOKENS
     q = _random(1, HEADS, tokens, HEAD_DIM)
     k, v = (_random(1, KV_HEADS, tokens, HEAD_DIM) for _ in range(2))
     yield Job(
@@ -255,6 +257,9 @@ def _attention() -> Iterator[Job]:
 #: Operations measured, for the progress.
 JOBS = 8
 
+#: Spread from which a row is marked: something else was running.
+UNSTEADY = 0.5
+
 
 def measure(backend: str, seconds: float) -> dict[str, Any]:
     """The object that ``limits --json`` writes; its form is ``schemas/limits.json``.
@@ -265,29 +270,38 @@ def measure(backend: str, seconds: float) -> dict[str, Any]:
 
     Ctrl-C ends it early; what is measured by then is in the answer.
     """
-    start, rows, limits = time.monotonic(), [], None
-    with Progress(JOBS + 1) as progress:
+    start, rows, found = time.monotonic(), [], []
+    with Progress(JOBS + 2) as progress:
         with interruptible(lambda: f"{len(rows)} of {JOBS} operations are kept") as stopped:
-            progress.at("read bandwidth and matrix rate")
-            limits = machine_limits(seconds)
-            progress.step()
+            _find_limits(found, seconds, progress)
             for job in jobs():
                 progress.at(f"{job.op}, {job.size}")
-                rows.append(_measured(job, limits, seconds))
+                rows.append(_measured(job, seconds))
                 progress.step()
+            # Once more at the end: other work on the machine may have disturbed the first.
+            _find_limits(found, seconds, progress)
+    limits = None
+    if found:
+        limits = {**found[0], **{key: max(f[key] for f in found) for key in ("read", "matrix")}}
     return {
         "command": "limits",
         "complete": not stopped,
         "seconds": round(time.monotonic() - start, 1),
         "backend": backend,
         "limits": limits,
-        "operations": rows,
+        "operations": [_shared(row, limits) for row in rows],
         "machine": environment(),
     }
 
 
-def _measured(job: Job, limits: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """One row: rates, shares of the limits, and the pass without arithmetic, alternating with it."""
+def _find_limits(found: list[dict[str, Any]], seconds: float, progress: Progress) -> None:
+    progress.at("read bandwidth and matrix rate")
+    found.append(machine_limits(seconds))
+    progress.step()
+
+
+def _measured(job: Job, seconds: float) -> dict[str, Any]:
+    """One row: times, and those of the pass without arithmetic, alternating with it."""
     passes = _without_arithmetic(job)
     times, reads, end = [], [], time.monotonic() + seconds
     with separate() as counts:
@@ -299,8 +313,6 @@ def _measured(job: Job, limits: dict[str, Any], seconds: float) -> dict[str, Any
             reads += [] if passes is None else [passes(index + 1)]
         route = route_of(counts(), job.op)
     middle, read = statistics.median(times), statistics.median(reads) if reads else None
-    rates = job.bytes / middle, job.operations / middle
-    shares = rates[0] / limits["read"], rates[1] / limits["matrix"]
     return {
         "kind": job.kind,
         "op": job.op,
@@ -310,14 +322,23 @@ def _measured(job: Job, limits: dict[str, Any], seconds: float) -> dict[str, Any
         "runs": len(times),
         "bytes": job.bytes,
         "operations": job.operations,
+        "without_arithmetic_seconds": read,
+        "without_arithmetic_share": None if read is None else read / middle,
+        "route": route,
+    }
+
+
+def _shared(row: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
+    """The row with its rates as shares of the limits."""
+    rates = row["bytes"] / row["seconds"], row["operations"] / row["seconds"]
+    shares = rates[0] / limits["read"], rates[1] / limits["matrix"]
+    return {
+        **row,
         "bytes_per_second": rates[0],
         "operations_per_second": rates[1],
         "share_read": shares[0],
         "share_matrix": shares[1],
         "nearer": "read" if shares[0] > shares[1] else "matrix",
-        "without_arithmetic_seconds": read,
-        "without_arithmetic_share": None if read is None else read / middle,
-        "route": route,
     }
 
 
@@ -347,7 +368,7 @@ def lines(value: dict[str, Any]) -> list[list[str]]:
             row["op"],
             row["size"],
             f"{row['seconds'] * 1e3:.3f} ms",
-            f"{row['spread']:.0%}",
+            f"{row['spread']:.0%}" + "!" * (row["spread"] > UNSTEADY),
             f"{row['bytes_per_second'] / 1e9:.1f} GB/s",
             f"{row['share_read']:.0%}",
             f"{row['operations_per_second'] / 1e9:.1f} GFLOP/s",
