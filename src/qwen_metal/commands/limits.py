@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
             f"\nread {found['read'] / 1e9:.1f} GB/s, matrix {found['matrix'] / 1e9:.1f} GFLOP/s on "
             f"{value['machine']['threads']} threads, measured by {found['by']}"
         )
+    if any(row["spread"] > limits.UNSTEADY for row in value["operations"]):
+        say("rows marked ! varied by over half of their median: something else is running here")
     if any("stock" in row["route"] for row in value["operations"]):
         say("some operations were served by stock code: their shares are stock's, not ours")
     if args.plot and value["operations"]:
