@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evidence import accuracy, grid
-from ..evidence.common import BACKENDS, check_room, choose_backend, keep, markdown, read_result, show
+from ..evidence.common import BACKENDS, check_room, choose_backend, keep, markdown, read_result, show, writing
 from .bench import plot_file
 from .common import UserError, add_json_option, output_file
 from .output import say
@@ -76,9 +76,11 @@ def _print(value: dict[str, Any], args: argparse.Namespace) -> None:
         show(heads, rows, title)
     if args.markdown:
         text = "\n\n".join(f"**{title}**\n\n{markdown(heads, rows)}" for title, heads, rows in tables)
-        args.markdown.write_text(text + "\n")
+        with writing(args.markdown):
+            args.markdown.write_text(text + "\n", encoding="utf-8")
     if args.plot and value["cases"]:
-        accuracy.draw(value, args.plot)
+        with writing(args.plot):
+            accuracy.draw(value, args.plot)
 
 
 def _judge(value: dict[str, Any]) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ..evidence import agree
-from ..evidence.common import check_room, choose_backend, keep, show
+from ..evidence.common import check_room, choose_backend, keep, show, writing
 from ..loader import load
 from ..policy import Policy
 from ..routes import fast_share
@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     keep("agree", value, args.json)
     _print(value)
     if args.plot:
-        agree.draw(value, args.plot)
+        with writing(args.plot):
+            agree.draw(value, args.plot)
     return 0 if value["complete"] else 130
 
 

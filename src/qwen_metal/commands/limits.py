@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..evidence import limits
-from ..evidence.common import check_room, choose_backend, keep, show
+from ..evidence.common import check_room, choose_backend, keep, show, writing
 from .bench import plot_file
 from .common import add_json_option, at_least
 from .output import say
@@ -52,5 +52,6 @@ def run(args: argparse.Namespace) -> int:
     if any("stock" in row["route"] for row in value["operations"]):
         say("some operations were served by stock code: their shares are stock's, not ours")
     if args.plot and value["operations"]:
-        limits.draw(value, args.plot)
+        with writing(args.plot):
+            limits.draw(value, args.plot)
     return 0 if value["complete"] else 130

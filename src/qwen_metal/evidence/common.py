@@ -196,12 +196,18 @@ def _try_room(path: Path) -> None:
 
 
 def keep(command: str, value: dict[str, Any], path: Optional[Path]) -> None:
-    """Write a result as JSON where asked for; a disk that filled up meanwhile is one line."""
-    if path is None:
-        return
-    check_result(command, value)
+    """Write a result as JSON where asked for."""
+    if path is not None:
+        check_result(command, value)
+        with writing(path):
+            write_json(path, value)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A disk that filled up since ``check_room`` is one line, not a traceback."""
     try:
-        write_json(path, value)
+        yield
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
 
