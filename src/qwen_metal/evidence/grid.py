@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence
 
@@ -138,13 +139,15 @@ def cases(
 
 def base_weights(sizes: Sizes, dtype: mx.Dtype = mx.bfloat16) -> mx.array:
     """N(0, 0.02) weights (experts, inner, hidden) in ``dtype``."""
-    shape = (sizes.inner, sizes.hidden)
-    random = np.random.Generator(np.random.SFC64(SEED))
+    def one(expert: int) -> np.ndarray:
+        random = np.random.Generator(np.random.SFC64([SEED, expert]))
+        return random.standard_normal((sizes.inner, sizes.hidden), np.float32) * np.float32(SPREAD)
+
     parts = []
-    for _ in range(sizes.experts):
-        values = random.standard_normal(shape, np.float32) * np.float32(SPREAD)
-        parts.append(mx.array(values).astype(dtype))
-        mx.eval(parts[-1])
+    with ThreadPoolExecutor(2) as pool:
+        for values in pool.map(one, range(sizes.experts)):
+            parts.append(mx.array(values).astype(dtype))
+            mx.eval(parts[-1])
     return mx.stack(parts)
 
 
@@ -174,9 +177,13 @@ class Pack:
             mode=scheme.mode,
         )
 
-    def exact(self, expert: int) -> np.ndarray:
-        """An expert's dequantised weights in float64, flat."""
-        return float64(one_expert(self.matrix("gate_up"), expert).dequantised()).reshape(-1)
+    def exact(self, experts: Sequence[int]) -> Iterator[np.ndarray]:
+        """Each expert's dequantised weights in float64, flat; the next ones' are computed meanwhile."""
+        lazy = [mx.flatten(one_expert(self.matrix("gate_up"), e).dequantised()) for e in experts]
+        for number in range(len(lazy)):
+            mx.async_eval(lazy[number : number + 2])
+            yield float64(lazy[number])
+            lazy[number] = None
 
     def before(self, expert: int) -> np.ndarray:
         """An expert's weights before quantisation in float64, flat."""
@@ -428,8 +435,8 @@ def products(pack: Pack, problems: Sequence[Problem]) -> list[list[np.ndarray]]:
     """Every problem's requests in float64: expert by expert, so one is in memory at a time."""
     asked = [problem.requests() for problem in problems]
     stacks = [_Stack(pack.sizes, shape, problems, asked) for shape in SHAPES]
-    for expert in range(pack.sizes.experts):
-        weights = pack.exact(expert)
+    experts = range(pack.sizes.experts)
+    for expert, weights in zip(experts, pack.exact(experts)):
         for stack in stacks:
             stack.multiply(expert, weights)
     answer: list[list] = [[None] * len(one) for one in asked]
@@ -467,9 +474,9 @@ class _Stack:
 
 def quantisation_errors(pack: Pack, dtype: mx.Dtype) -> dict[tuple[str, str], float]:
     """RMS of x (Wq - W) over RMS of x W, of 6 rows, by shape and input: what the format costs."""
-    answer = {}
+    answer, weights = {}, (pack.before(0), *pack.exact([0]))
     for shape in SHAPES:
-        before, after = (w.reshape(pack.sizes.of(shape)) for w in (pack.before(0), pack.exact(0)))
+        before, after = (w.reshape(pack.sizes.of(shape)) for w in weights)
         for kind in INPUTS:
             path = Path("dense_6", "dense", 6)
             x = float64(Dense(Case(pack.scheme, shape, kind, path), pack.sizes, dtype).x)
