@@ -55,12 +55,12 @@ inline DeltaConstants delta_constants(
       type(dt_bias)};
 }
 
-// Rows of a (T, C) array, or of one like it.
-inline Rows rows_of(const mx::array& a) {
+// FloatRows of a (T, C) array, or of one like it.
+inline FloatRows rows_of(const mx::array& a) {
   return {a.data<void>(), float_of("", "", a.dtype()), a.ndim() ? a.shape(-1) : 1};
 }
 
-inline Rows from_row(Rows rows, int64_t row) {
+inline FloatRows from_row(FloatRows rows, int64_t row) {
   rows.data = static_cast<const char*>(rows.data) + row * rows.stride * size_of(rows.type);
   return rows;
 }

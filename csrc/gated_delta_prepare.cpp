@@ -43,7 +43,7 @@ class Prepare : public PrimitiveWith<PrepareParameters> {
     const auto& s = parameters.size;
     const int kept = s.taps - 1;
     size_t next = 6;
-    Rows window = {nullptr, Float::f32, channels};
+    FloatRows window = {nullptr, Float::f32, channels};
     if (parameters.has_state) {
       window = rows_of(contiguous(inputs[next++]));
     }

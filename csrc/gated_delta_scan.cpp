@@ -1,4 +1,5 @@
 // gated_delta_scan: the gated delta rule over T tokens. Contract: src/qwen_metal/ops/gated_delta_scan.py.
+#include "owned.h"
 #include "sequence_kernels.h"
 
 namespace qwen_metal {
@@ -9,14 +10,18 @@ struct ScanParameters {
   bool operator==(const ScanParameters&) const = default;
 };
 
-// Inputs q, k, v, g, beta, then the state and the mask where given. Outputs y and the state.
+// Inputs q, k, v, g, beta, then the owned state and the mask where given. Outputs y and the state.
 class Scan : public PrimitiveWith<ScanParameters> {
  public:
   using PrimitiveWith::PrimitiveWith;
 
   void allocate(const Arrays& inputs, Arrays& outputs) override {
     CpuPrimitive::allocate(outputs[0]);
-    parameters.has_state ? take_over(inputs[5], outputs[1]) : CpuPrimitive::allocate(outputs[1]);
+    if (parameters.has_state) {
+      outputs[1].copy_shared_buffer(inputs[5]);
+    } else {
+      CpuPrimitive::allocate(outputs[1]);
+    }
   }
 
   void run(const Arrays& inputs, Arrays& outputs) override {
@@ -24,10 +29,6 @@ class Scan : public PrimitiveWith<ScanParameters> {
     const auto g = contiguous(inputs[3]), beta = contiguous(inputs[4]);
     const int B = v.shape(0), T = v.shape(1), Hv = v.shape(2), Dv = v.shape(3);
     const int Hk = q.shape(2), Dk = q.shape(3);
-    const float* before = nullptr;
-    if (parameters.has_state) {
-      before = contiguous(inputs[5]).data<float>();
-    }
     const bool* live = nullptr;
     if (parameters.has_mask) {
       live = contiguous(inputs.back()).data<bool>();
@@ -39,7 +40,8 @@ class Scan : public PrimitiveWith<ScanParameters> {
               g = g.data<float>(),
               beta = beta.data<float>(),
               y = outputs[0].data<float>(),
-              after = outputs[1].data<float>()] {
+              state = outputs[1].data<float>(),
+              has_state = parameters.has_state] {
       const auto& kernels = sequence();
       const int64_t size = int64_t(Dv) * Dk;
       for_each_task(int64_t(B) * Hv, 3 * size * B * Hv * T, [&](int64_t task) {
@@ -59,18 +61,16 @@ class Scan : public PrimitiveWith<ScanParameters> {
         head.tokens = T;
         head.Dk = Dk;
         head.Dv = Dv;
-        head.state = after + task * size;
+        head.state = state + task * size;
         head.y = y + at_value;
-        const float* start = before ? before + task * size : nullptr;
         if (T == 1 && !head.live) {
+          const float* before = has_state ? head.state : nullptr;
           kernels.scan_token(
-              head.q, head.k, head.v, *head.g, *head.beta, start, head.state, Dk, Dv, head.y);
+              head.q, head.k, head.v, *head.g, *head.beta, before, head.state, Dk, Dv, head.y);
           return;
         }
-        if (!start) {
+        if (!has_state) {
           std::memset(head.state, 0, size * sizeof(float));
-        } else if (start != head.state) {
-          std::memcpy(head.state, start, size * sizeof(float));
         }
         kernels.scan(head, scratch(kernels.scan_scratch(T, Dk)));
       });
@@ -101,7 +101,7 @@ std::pair<mx::array, mx::array> gated_delta_scan(
   if (state) {
     check_float(op, "state", *state, state_shape);
     check(state->dtype() == mx::float32, op, "the state must be float32");
-    inputs.push_back(*state);
+    inputs.push_back(owned(op, *state));
   }
   if (mask) {
     check(

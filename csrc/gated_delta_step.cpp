@@ -1,6 +1,7 @@
 // gated_delta_step: a whole Gated DeltaNet for one token between its projections. Contract:
 // src/qwen_metal/ops/gated_delta_step.py.
 #include "delta_weights.h"
+#include "owned.h"
 
 namespace qwen_metal {
 namespace {
@@ -12,8 +13,8 @@ struct StepParameters {
   bool operator==(const StepParameters&) const = default;
 };
 
-// Inputs qkv, z, b, a, conv, A_log, dt_bias, norm, then window, state, left padding and lengths where
-// given. Outputs y, the window and the state, which is updated in place where nobody else holds it.
+// Inputs qkv, z, b, a, conv, A_log, dt_bias, norm, then window, owned state, left padding and lengths
+// where given. Outputs y, the window and the state.
 class Step : public PrimitiveWith<StepParameters> {
  public:
   using PrimitiveWith::PrimitiveWith;
@@ -22,7 +23,7 @@ class Step : public PrimitiveWith<StepParameters> {
     CpuPrimitive::allocate(outputs[0]);
     CpuPrimitive::allocate(outputs[1]);
     if (parameters.has_state) {
-      take_over(inputs[8 + parameters.has_window], outputs[2]);
+      outputs[2].copy_shared_buffer(inputs[8 + parameters.has_window]);
     } else {
       CpuPrimitive::allocate(outputs[2]);
     }
@@ -36,14 +37,11 @@ class Step : public PrimitiveWith<StepParameters> {
     const auto norm = contiguous(inputs[7]);
     const int B = qkv.shape(0), channels = qkv.shape(2);
     size_t next = 8;
-    Rows window = {nullptr, Float::f32, channels};
+    FloatRows window = {nullptr, Float::f32, channels};
     if (parameters.has_window) {
       window = rows_of(contiguous(inputs[next++]));
     }
-    const float* state = nullptr;
-    if (parameters.has_state) {
-      state = contiguous(inputs[next++]).data<float>();
-    }
+    next += parameters.has_state;
     const int* padding = nullptr;
     if (parameters.has_padding) {
       padding = contiguous(inputs[next++]).data<int>();
@@ -62,7 +60,8 @@ class Step : public PrimitiveWith<StepParameters> {
               norm = norm.data<float>(),
               y = outputs[0].data<char>(),
               window_out = outputs[1].data<char>(),
-              state_out = outputs[2].data<float>()] {
+              state = outputs[2].data<float>(),
+              has_state = parameters.has_state] {
       const auto& kernels = sequence();
       const int64_t width = size_of(qkv.type), size = int64_t(s.Hv) * s.Dv * s.Dk;
       const int64_t kept = s.taps - 1, outputs = int64_t(s.Hv) * s.Dv;
@@ -80,8 +79,8 @@ class Step : public PrimitiveWith<StepParameters> {
             ended,
             norm,
             eps,
-            state ? state + row * size : nullptr,
-            state_out + row * size,
+            has_state ? state + row * size : nullptr,
+            state + row * size,
             window_out + row * kept * channels * width,
             y + row * outputs * width};
         kernels.step(call, task % s.Hk, scratch(step_scratch(s)));
@@ -118,7 +117,7 @@ Arrays gated_delta_step(
   if (state) {
     check_float(op, "state", *state, state_shape);
     check(state->dtype() == mx::float32, op, "the state must be float32");
-    inputs.push_back(*state);
+    inputs.push_back(owned(op, *state));
   }
   for (const auto* row : {&left_padding, &lengths}) {
     if (*row) {

@@ -35,7 +35,7 @@ class Decode : public PrimitiveWith<DecodeParameters> {
     const int B = q.shape(0), Hq = q.shape(1), D = q.shape(3);
     const int Hkv = dense[1].shape(1), heads = Hq / Hkv;
     const int64_t S = dense[1].shape(2);
-    Rows gate = {nullptr, Float::f32, 0};
+    FloatRows gate = {nullptr, Float::f32, 0};
     if (parameters.has_gate) {
       const auto g = dense_from(inputs[next], 2);
       gate = {g.data<void>(), float_of(name(), "", g.dtype()), g.strides(0)};

@@ -13,14 +13,20 @@ struct Integers {
   int64_t operator[](int64_t i) const {
     switch (bytes) {
       case 1:
-        return is_signed ? static_cast<const int8_t*>(data)[i] : static_cast<const uint8_t*>(data)[i];
+        return is_signed ? at<int8_t>(i) : at<uint8_t>(i);
       case 2:
-        return is_signed ? static_cast<const int16_t*>(data)[i] : static_cast<const uint16_t*>(data)[i];
+        return is_signed ? at<int16_t>(i) : at<uint16_t>(i);
       case 4:
-        return is_signed ? static_cast<const int32_t*>(data)[i] : static_cast<const uint32_t*>(data)[i];
+        return is_signed ? at<int32_t>(i) : at<uint32_t>(i);
       default:
-        return static_cast<const int64_t*>(data)[i];  // an unsigned one past 2^63 shows as negative
+        return at<int64_t>(i);  // an unsigned one past 2^63 shows as negative
     }
+  }
+
+ private:
+  template <class T>
+  int64_t at(int64_t i) const {
+    return static_cast<const T*>(data)[i];
   }
 };
 

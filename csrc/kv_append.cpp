@@ -1,5 +1,5 @@
 // kv_append: new rows written into a cache's buffers. Contract: src/qwen_metal/ops/kv_append.py.
-#include "sequence_kernels.h"
+#include "owned.h"
 
 namespace qwen_metal {
 namespace {
@@ -9,43 +9,29 @@ struct AppendParameters {
   bool operator==(const AppendParameters&) const = default;
 };
 
-// Inputs: n buffers (B, H, room, D), then their n new rows (B, H, T, D) of the same types. Outputs: the
+// Inputs: n owned buffers (B, H, room, D), then their n new rows (B, H, T, D) of the same types. Outputs: the
 // buffers with the rows from `position` on.
 class Append : public PrimitiveWith<AppendParameters> {
  public:
   using PrimitiveWith::PrimitiveWith;
 
   void allocate(const Arrays& inputs, Arrays& outputs) override {
-    // A step still at work on the stream holds the buffer it reads. Without waiting for it, every
-    // token would copy the whole cache.
-    bool held = false;
     for (size_t i = 0; i < outputs.size(); ++i) {
-      held = held || !inputs[i].is_donatable();
-    }
-    if (held) {
-      mx::synchronize(stream());
-    }
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      take_over(inputs[i], outputs[i]);
+      outputs[i].copy_shared_buffer(inputs[i]);
     }
   }
 
   void run(const Arrays& inputs, Arrays& outputs) override {
     const size_t n = outputs.size();
     for (size_t i = 0; i < n; ++i) {
-      const auto before = contiguous(inputs[i]), rows = dense_from(inputs[n + i], 3);
+      const auto rows = dense_from(inputs[n + i], 3);
       dispatch([shape = rows.shape(),
                 strides = rows.strides(),
                 room = int64_t(outputs[i].shape(2)),
                 position = parameters.position,
                 item = rows.itemsize(),
-                bytes = outputs[i].nbytes(),
                 from = rows.data<char>(),
-                before = before.data<char>(),
                 to = outputs[i].data<char>()] {
-        if (before != to) {
-          std::memcpy(to, before, bytes);
-        }
         const int64_t width = shape[3] * item;
         for (int64_t b = 0; b < shape[0]; ++b) {
           for (int64_t h = 0; h < shape[1]; ++h) {
@@ -66,7 +52,7 @@ Arrays kv_append(const Arrays& buffers, const Arrays& rows, int position) {
   check(!buffers.empty() && buffers.size() == rows.size(), op, "needs rows for every buffer");
   std::vector<mx::Shape> shapes;
   std::vector<mx::Dtype> dtypes;
-  Arrays inputs = buffers;
+  Arrays inputs;
   for (size_t i = 0; i < buffers.size(); ++i) {
     const auto &to = buffers[i], &from = rows[i];
     check(
@@ -82,7 +68,10 @@ Arrays kv_append(const Arrays& buffers, const Arrays& rows, int position) {
         position);
     shapes.push_back(to.shape());
     dtypes.push_back(to.dtype());
-    inputs.push_back(mx::astype(from, to.dtype()));
+    inputs.push_back(owned(op, to));
+  }
+  for (size_t i = 0; i < rows.size(); ++i) {
+    inputs.push_back(mx::astype(rows[i], buffers[i].dtype()));
   }
   return mx::array::make_arrays(
       shapes,

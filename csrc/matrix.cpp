@@ -253,13 +253,14 @@ Rows prepare_rows(const RowsNeeded& needed, const RowsSource& source, Scratch wh
     norm = weight;
   }
   constexpr int groups[3] = {32, 64, 128};
-  int64_t floats = rows * columns * (needed.nibbles ? 2 : 1);
+  const int64_t stride = row_stride(columns);
+  int64_t floats = rows * stride * (needed.nibbles ? 2 : 1);
   for (int i = 0; i < 3; ++i) {
     floats += needed.sums[i] ? rows * (columns / groups[i]) : 0;
   }
   float* natural = scratch(where, floats);
-  float* nibbles = natural + rows * columns;
-  float* end = nibbles + (needed.nibbles ? rows * columns : 0);
+  float* nibbles = natural + rows * stride;
+  float* end = nibbles + (needed.nibbles ? rows * stride : 0);
   float* sums[3] = {};
   for (int i = 0; i < 3; ++i) {
     if (needed.sums[i]) {
@@ -272,10 +273,10 @@ Rows prepare_rows(const RowsNeeded& needed, const RowsSource& source, Scratch wh
   parallel_for(pieces, [&](int64_t i) {
     const Range part = piece(rows, pieces, i);
     for (int64_t r = part.begin; r < part.end; ++r) {
-      float* row = natural + r * columns;
+      float* row = natural + r * stride;
       k.prepare(source.x + r * row_bytes, source.type, norm, source.eps, columns, row);
       if (needed.nibbles) {
-        k.to_nibbles(row, columns, nibbles + r * columns);
+        k.to_nibbles(row, columns, nibbles + r * stride);
       }
       for (int s = 0; s < 3; ++s) {
         if (sums[s]) {
@@ -284,7 +285,7 @@ Rows prepare_rows(const RowsNeeded& needed, const RowsSource& source, Scratch wh
       }
     }
   });
-  return Rows{natural, nibbles, {sums[0], sums[1], sums[2]}, columns, nullptr, rows};
+  return Rows{natural, nibbles, {sums[0], sums[1], sums[2]}, columns, stride, nullptr, rows};
 }
 
 int64_t output_piece(const MatrixView& m, int64_t rows) {

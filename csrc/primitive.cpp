@@ -22,15 +22,6 @@ void CpuPrimitive::allocate(const Arrays&, Arrays& outputs) {
   }
 }
 
-void CpuPrimitive::take_over(const mx::array& input, mx::array& output) {
-  if (input.is_donatable() && input.flags().row_contiguous && input.dtype() == output.dtype() &&
-      input.size() == output.size()) {
-    output.copy_shared_buffer(input);
-  } else {
-    allocate(output);
-  }
-}
-
 void CpuPrimitive::eval_gpu(const Arrays&, Arrays&) {
   throw std::runtime_error(std::string(name_) + " of qwen_metal runs on the CPU only");
 }

@@ -42,8 +42,7 @@ class CpuPrimitive : public mx::Primitive {
   // not cleared: a closure writes every element.
   virtual void run(const Arrays& inputs, Arrays& outputs) = 0;
 
-  // Called before run(). An op that can work in place hands a donatable input's buffer to an output
-  // instead (take_over()), and allocates the others.
+  // Called before run(). An op that works in place shares the buffer of an input that owned() made.
   virtual void allocate(const Arrays& inputs, Arrays& outputs);
 
   void eval_cpu(const Arrays& inputs, Arrays& outputs) final;
@@ -65,9 +64,6 @@ class CpuPrimitive : public mx::Primitive {
   static void allocate(mx::array& output) {
     output.set_data(mx::allocator::malloc(output.nbytes()));
   }
-
-  // The buffer of `input` becomes that of `output` when nobody else can see it; else a new one.
-  static void take_over(const mx::array& input, mx::array& output);
 
   template <class F>
   void dispatch(F&& closure) {

@@ -120,16 +120,35 @@ void expand_affine(const MatrixView& m, int64_t row, int64_t from, int64_t to, f
 template <class Codes>
 void expand_blocks(const MatrixView& m, int64_t row, int64_t from, int64_t to, float* out) {
   constexpr int bytes = kBlock * Codes::bits / 8;
+  constexpr int batch = 16;  // scales converted at once
   const char* p = m.weight + row * m.weight_bytes + from * Codes::bits / 8;
   const char *scales = m.scales + row * m.scale_bytes, *biases = m.biases + row * m.bias_bytes;
-  for (int64_t k = from; k < to; k += m.group) {
-    const float s = load_float(scales, m.type, k / m.group);
-    const float b = load_float(biases, m.type, k / m.group) + Codes::centre * s;
-    for (int i = 0; i < m.group; i += kBlock, p += bytes) {
-      Vec codes[kVecs];
-      Codes::unpack(p, codes);
-      for (int j = 0; j < kVecs; ++j, out += Vec::width) {
-        fma(codes[j], Vec::of(s), Vec::of(b)).store(out);
+  const int64_t end = to / m.group, groups = m.columns / m.group;
+  for (int64_t g0 = from / m.group; g0 < end; g0 += batch) {
+    const int64_t g1 = end - g0 < batch ? end : g0 + batch;
+    // A whole batch where the row has one, though it may begin before g0.
+    const int64_t base = g0 + batch <= groups || groups < batch ? g0 : groups - batch;
+    alignas(64) float s[batch], b[batch];
+    if (groups >= batch) {
+      for (int g = 0; g < batch; g += Vec::width) {
+        const Vec scale = load(scales, m.type, base + g);
+        scale.store(s + g);
+        fma(Vec::of(Codes::centre), scale, load(biases, m.type, base + g)).store(b + g);
+      }
+    } else {
+      for (int64_t g = 0; g < g1 - g0; ++g) {
+        s[g] = load_float(scales, m.type, g0 + g);
+        b[g] = load_float(biases, m.type, g0 + g) + Codes::centre * s[g];
+      }
+    }
+    for (int64_t g = g0 - base; g < g1 - base; ++g) {
+      const Vec scale = Vec::of(s[g]), offset = Vec::of(b[g]);
+      for (int i = 0; i < m.group; i += kBlock, p += bytes) {
+        Vec codes[kVecs];
+        Codes::unpack(p, codes);
+        for (int j = 0; j < kVecs; ++j, out += Vec::width) {
+          fma(codes[j], scale, offset).store(out);
+        }
       }
     }
   }

@@ -6,7 +6,7 @@
 namespace qwen_metal {
 
 // A float array whose rows are contiguous, `stride` elements apart.
-struct Rows {
+struct FloatRows {
   const void* data;
   Float type;
   int64_t stride;
@@ -14,7 +14,7 @@ struct Rows {
 
 namespace {
 
-inline const void* at(const Rows& rows, int64_t row, int64_t column) {
+inline const void* at(const FloatRows& rows, int64_t row, int64_t column) {
   return (const char*)rows.data + (row * rows.stride + column) * size_of(rows.type);
 }
 
@@ -67,7 +67,7 @@ inline void from_float(const float* from, size_t count, Float type, void* to) {
 }
 
 // `count` elements of a row of `rows` as float32.
-inline void to_float(const Rows& rows, size_t row, size_t column, size_t count, float* to) {
+inline void to_float(const FloatRows& rows, size_t row, size_t column, size_t count, float* to) {
   to_float(at(rows, row, column), rows.type, count, to);
 }
 

@@ -90,7 +90,7 @@ inline float beta_of(float b) { return 1.0f / (1.0f + ::expf(-b)); }
 struct PrepareRow {
   DeltaConstants w;
   // (T, channels) and (T, Hv); `conv_state` (taps - 1, channels) or null data.
-  Rows qkv, a, b, conv_state;
+  FloatRows qkv, a, b, conv_state;
   // (T) or null.
   const bool* live;
   int tokens;

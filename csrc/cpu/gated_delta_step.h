@@ -11,7 +11,7 @@ namespace qwen_metal {
 struct StepRow {
   DeltaConstants w;
   // One row each; `conv_state` (taps - 1, channels) or null data for zeros.
-  Rows qkv, z, a, b, conv_state;
+  FloatRows qkv, z, a, b, conv_state;
   // False for padding: its token is a zero, and the state stays as it is.
   bool live;
   // True past the row's length: the window stays as it is too.

@@ -29,12 +29,14 @@ struct MatrixView {
 };
 
 // Prepared rows of activations, in float32. `nibbles` holds them in the order in which 4-bit codes
-// unpack: of 16 columns, 0 8 1 9 ... 7 15. `sums` holds the sums of each 32, 64 and 128 columns.
+// unpack: of 16 columns, 0 8 1 9 ... 7 15. Both are zero from the last column to the next multiple of
+// 16. `sums` holds the sums of each 32, 64 and 128 columns.
 struct Rows {
-  const float* natural;  // (rows, columns); null where no matrix asks for it
+  const float* natural;  // null where no matrix asks for it
   const float* nibbles;
   const float* sums[3];
   int64_t columns;
+  int64_t stride;        // floats from one row of `natural` and `nibbles` to the next
   const uint32_t* pick;  // row i of a product is row pick[i]; null: row i
   int64_t count;
 
@@ -47,7 +49,14 @@ struct Rows {
 constexpr int64_t kPanelOutputs = 48;
 constexpr int64_t kPanelColumns = 1024;
 constexpr int64_t kPanelRows = 240;
-constexpr int64_t kPanelFloats = kPanelOutputs * kPanelColumns;
+// Rows a multiple of 4 KiB apart would all fall into the same few cache sets: a line more parts them.
+constexpr int64_t kPanelStride = kPanelColumns + 16;
+constexpr int64_t kPanelFloats = kPanelOutputs * kPanelStride;
+
+constexpr int64_t row_stride(int64_t columns) {
+  const int64_t lines = (columns + 15) / 16;
+  return (lines % 64 ? lines : lines + 1) * 16;
+}
 // Up to this many rows a matrix is read once and never expanded.
 constexpr int64_t kFewRows = 8;
 
@@ -66,7 +75,7 @@ struct QmmKernels {
       int64_t last,
       float* y,
       float* panel);
-  // One row: out = in (times norm / rms, where norm is not null), in float32.
+  // One row: out = in (times norm / rms, where norm is not null), in float32, and the zeros after it.
   void (*prepare)(
       const char* in, Float type, const float* norm, float eps, int64_t columns, float* out);
   void (*to_nibbles)(const float* in, int64_t columns, float* out);

@@ -33,89 +33,121 @@ inline void sums_of_4(const Vec* v, float out[4]) {
 #endif
 }
 
+// Where a block takes many vectors, unrolling further only costs time to compile.
+constexpr int kUnroll = kVecs > 2 ? 1 : 8;
+
 constexpr int sums_index(int group) {
   return group == 32 ? 0 : group == 64 ? 1 : 2;
 }
 
-// R rows times the outputs [first, last) of an affine matrix, codes multiplied as they are: a group adds
+// R rows times N outputs from n on of an affine matrix, codes multiplied as they are: a group adds
 // scale * sum(code x) + (bias + centre scale) * sum(x). Centred codes keep both terms as small as the
 // result, so nothing cancels.
-template <class Codes, int Group, int R>
+template <class Codes, int Group, int R, int N>
 void multiply_codes(
-    const MatrixView& m,
-    const Rows& x,
-    int64_t row,
-    int64_t first,
-    int64_t last,
-    float* y,
-    int64_t ldy) {
+    const MatrixView& m, const float* const* at, const float* const* sums, int64_t n, float* y, int64_t ldy) {
   constexpr int bytes = kBlock * Codes::bits / 8;
   constexpr int blocks = Group / kBlock;
-  constexpr int64_t ahead = 2048;  // bytes: the hardware's own prefetch stops at a page
-  constexpr int batch = 32;        // scales converted at once
+  constexpr int batch = 32;  // scales converted at once
   const int64_t groups = m.columns / Group;
-  const float *at[R], *sums[R];
+  // The hardware's own prefetch stops at a page, so ask for the same place of the next outputs.
+  const int64_t ahead = N * m.weight_bytes < 2048 ? 2048 : N * m.weight_bytes;
+  const char* p = m.weight + n * m.weight_bytes;
+  Vec total[R][N];
+  float rest[R][N];  // of the groups that fill no vector
   for (int r = 0; r < R; ++r) {
-    const int64_t source = x.row(row + r);
-    at[r] = (Codes::nibble_order ? x.nibbles : x.natural) + source * x.columns;
-    sums[r] = x.sums[sums_index(Group)] + source * groups;
-  }
-  for (int64_t n = first; n < last; ++n) {
-    const char* p = m.weight + n * m.weight_bytes;
-    const char *scales = m.scales + n * m.scale_bytes, *biases = m.biases + n * m.bias_bytes;
-    Vec total[R];
-    float rest[R];  // of the groups that fill no vector
-    for (int r = 0; r < R; ++r) {
-      total[r] = zero();
-      rest[r] = 0.0f;
+    for (int i = 0; i < N; ++i) {
+      total[r][i] = zero();
+      rest[r][i] = 0.0f;
     }
-    for (int64_t g0 = 0; g0 < groups; g0 += batch) {
-      const int count = groups - g0 < batch ? groups - g0 : batch;
-      alignas(64) float s[batch];
-      int i = 0;
-      for (; i + Vec::width <= count; i += Vec::width) {
-        const Vec scale = load(scales, m.type, g0 + i);
-        scale.store(s + i);
-        const Vec b = fma(Vec::of(Codes::centre), scale, load(biases, m.type, g0 + i));
+  }
+  for (int64_t g0 = 0; g0 < groups; g0 += batch) {
+    const int count = groups - g0 < batch ? groups - g0 : batch;
+    alignas(64) float s[N][batch];
+    for (int i = 0; i < N; ++i) {
+      const char *scales = m.scales + (n + i) * m.scale_bytes, *biases = m.biases + (n + i) * m.bias_bytes;
+      __builtin_prefetch(scales + N * m.scale_bytes);
+      __builtin_prefetch(biases + N * m.bias_bytes);
+      int g = 0;
+      for (; g + Vec::width <= count; g += Vec::width) {
+        const Vec scale = load(scales, m.type, g0 + g);
+        scale.store(s[i] + g);
+        const Vec b = fma(Vec::of(Codes::centre), scale, load(biases, m.type, g0 + g));
         for (int r = 0; r < R; ++r) {
-          total[r] = fma(b, Vec::load(sums[r] + g0 + i), total[r]);
+          total[r][i] = fma(b, Vec::load(sums[r] + g0 + g), total[r][i]);
         }
       }
-      for (; i < count; ++i) {
-        s[i] = load_float(scales, m.type, g0 + i);
-        const float b = load_float(biases, m.type, g0 + i) + Codes::centre * s[i];
+      for (; g < count; ++g) {
+        s[i][g] = load_float(scales, m.type, g0 + g);
+        const float b = load_float(biases, m.type, g0 + g) + Codes::centre * s[i][g];
         for (int r = 0; r < R; ++r) {
-          rest[r] += b * sums[r][g0 + i];
+          rest[r][i] += b * sums[r][g0 + g];
         }
       }
-      for (i = 0; i < count; ++i) {
-        const int64_t k = (g0 + i) * Group;
-        Vec part[R];
-#pragma GCC unroll 8
-        for (int block = 0; block < blocks; ++block, p += bytes) {
+    }
+    for (int g = 0; g < count; ++g) {
+      const int64_t k = (g0 + g) * Group;
+      Vec part[R][N];
+#pragma GCC unroll kUnroll
+      for (int block = 0; block < blocks; ++block, p += bytes) {
+#pragma GCC unroll 4
+        for (int i = 0; i < N; ++i) {
           if (block * bytes % 64 == 0) {
-            __builtin_prefetch(p + ahead);
+            __builtin_prefetch(p + i * m.weight_bytes + ahead);
           }
           Vec codes[kVecs];
-          Codes::unpack(p, codes);
+          Codes::unpack(p + i * m.weight_bytes, codes);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
             for (int j = 0; j < kVecs; ++j) {
               const Vec a = Vec::load(at[r] + k + block * kBlock + j * Vec::width);
-              part[r] = block + j == 0 ? codes[j] * a : fma(codes[j], a, part[r]);
+              part[r][i] = block + j == 0 ? codes[j] * a : fma(codes[j], a, part[r][i]);
             }
           }
         }
-        for (int r = 0; r < R; ++r) {
-          total[r] = fma(Vec::of(s[i]), part[r], total[r]);
+      }
+      for (int r = 0; r < R; ++r) {
+        for (int i = 0; i < N; ++i) {
+          total[r][i] = fma(Vec::of(s[i][g]), part[r][i], total[r][i]);
         }
       }
     }
-    const float bias = m.bias ? load_float(m.bias, m.bias_type, n) : 0.0f;
-    for (int r = 0; r < R; ++r) {
-      y[(row + r) * ldy + n - first] = sum(total[r]) + rest[r] + bias;
+  }
+  for (int r = 0; r < R; ++r) {
+    float out[N];
+    if constexpr (N == 4) {
+      sums_of_4(total[r], out);
+    } else {
+      for (int i = 0; i < N; ++i) {
+        out[i] = sum(total[r][i]);
+      }
     }
+    for (int i = 0; i < N; ++i) {
+      const float bias = m.bias ? load_float(m.bias, m.bias_type, n + i) : 0.0f;
+      y[r * ldy + i] = out[i] + rest[r][i] + bias;
+    }
+  }
+}
+
+template <class Codes, int Group, int R>
+void multiply_codes(
+    const MatrixView& m, const Rows& x, int64_t row, int64_t first, int64_t last, float* y, int64_t ldy) {
+  // Outputs: as many as leave registers.
+  constexpr int together = kVecs > 2 ? 1 : R == 1 ? 4 : R == 2 ? 2 : 1;
+  const float *at[R], *sums[R];
+  for (int r = 0; r < R; ++r) {
+    const int64_t source = x.row(row + r);
+    at[r] = (Codes::nibble_order ? x.nibbles : x.natural) + source * x.stride;
+    sums[r] = x.sums[sums_index(Group)] + source * (m.columns / Group);
+  }
+  y += row * ldy;
+  int64_t n = first;
+  for (; n + together <= last; n += together) {
+    multiply_codes<Codes, Group, R, together>(m, at, sums, n, y + n - first, ldy);
+  }
+  for (; n < last; ++n) {
+    multiply_codes<Codes, Group, R, 1>(m, at, sums, n, y + n - first, ldy);
   }
 }
 
@@ -158,7 +190,12 @@ void multiply_codes(
   }
 }
 
-// R rows times 4 rows of an expanded panel: R x 4 accumulators, 4 + R loads for 4 R products.
+// R rows times 4 rows of an expanded panel: R x 4 accumulators, 4 + R loads for 4 R products. Both are
+// zero from their last column to the next multiple of kBlock, where `columns` ends.
+constexpr int64_t whole_blocks(int64_t columns) {
+  return (columns + kBlock - 1) / kBlock * kBlock;
+}
+
 constexpr int kTileOutputs = 4;
 constexpr int kTileRows = Vec::registers == 32 ? 6 : 3;
 
@@ -173,8 +210,8 @@ void multiply_tile(
       total[r][n] = zero();
     }
   }
-  int64_t k = 0;
-  for (; k + Vec::width <= columns; k += Vec::width) {
+#pragma GCC unroll 2
+  for (int64_t k = 0; k < columns; k += Vec::width) {
     Vec b[kTileOutputs];
 #pragma GCC unroll 4
     for (int n = 0; n < kTileOutputs; ++n) {
@@ -193,11 +230,6 @@ void multiply_tile(
   for (int r = 0; r < R; ++r) {
     float sums[kTileOutputs];
     sums_of_4(total[r], sums);
-    for (int64_t i = k; i < columns; ++i) {
-      for (int n = 0; n < kTileOutputs; ++n) {
-        sums[n] += x[r][i] * w[n * ldw + i];
-      }
-    }
     for (int n = 0; n < kTileOutputs; ++n) {
       y[r * ldy + n] += sums[n];
     }
@@ -233,27 +265,44 @@ void many(
     }
   }
   const float* source = wants_nibbles(m) ? x.nibbles : x.natural;
-  for (int64_t from = 0; from < m.columns; from += kPanelColumns) {
-    const int64_t to = from + kPanelColumns < m.columns ? from + kPanelColumns : m.columns;
-    // Rows of the panel a line further apart than a power of two, which would share cache sets.
-    const int64_t columns = to - from;
-    for (int64_t n = 0; n < padded; ++n) {
-      float* out = panel + n * kPanelColumns;
-      if (n < outputs) {
-        expand_row(m, first + n, from, to, true, out);
-      } else {
-        std::memset(out, 0, columns * sizeof(float));
-      }
+  // Few rows stay in the nearest cache with the four weight rows that meet them there; many rows share
+  // a panel in the next one.
+  const bool low = rows <= 4 * kTileRows;
+  const int64_t height = low ? kTileOutputs : kPanelOutputs;
+  const int64_t width = low ? kPanelColumns / 2 : kPanelColumns;
+  for (int64_t from = 0; from < m.columns; from += width) {
+    const int64_t to = from + width < m.columns ? from + width : m.columns;
+    const int64_t columns = whole_blocks(to - from);
+    const float* at[kPanelRows];
+    for (int64_t i = 0; i < rows; ++i) {
+      at[i] = source + x.row(row + i) * x.stride + from;
     }
-    for (int64_t i = 0; i < rows; i += kTileRows) {
-      const float* at[kTileRows];
-      const int count = rows - i < kTileRows ? rows - i : kTileRows;
-      for (int r = 0; r < count; ++r) {
-        at[r] = source + x.row(row + i + r) * x.columns + from;
+    for (int64_t n0 = 0; n0 < padded; n0 += height) {
+      const int64_t n1 = n0 + height < padded ? n0 + height : padded;
+      for (int64_t n = n0; n < n1; ++n) {
+        float* out = panel + (n - n0) * kPanelStride;
+        if (n < outputs) {
+          expand_row(m, first + n, from, to, true, out);
+          std::memset(out + to - from, 0, (columns - (to - from)) * sizeof(float));
+        } else {
+          std::memset(out, 0, columns * sizeof(float));
+        }
       }
-      for (int64_t n = 0; n < padded; n += kTileOutputs) {
-        multiply_tile(
-            count, at, panel + n * kPanelColumns, kPanelColumns, columns, y + i * kPanelOutputs + n, kPanelOutputs);
+      // Tiles of nearly equal height: a low one at the end would waste loads.
+      const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t i = rows * tile / tiles;
+        const int count = rows * (tile + 1) / tiles - i;
+        for (int64_t n = n0; n < n1; n += kTileOutputs) {
+          multiply_tile(
+              count,
+              at + i,
+              panel + (n - n0) * kPanelStride,
+              kPanelStride,
+              columns,
+              y + i * kPanelOutputs + n,
+              kPanelOutputs);
+        }
       }
     }
   }
@@ -262,26 +311,28 @@ void many(
 // Every other format, few rows: four weight rows expanded at a time.
 void few_expanded(
     const MatrixView& m, const Rows& x, int64_t first, int64_t last, float* y, int64_t ldy) {
-  alignas(64) float panel[kTileOutputs * kPanelColumns];
+  alignas(64) float panel[kTileOutputs * kPanelStride];
   alignas(64) float sums[kFewRows * kTileOutputs];
   for (int64_t n = first; n < last; n += kTileOutputs) {
     const int outputs = last - n < kTileOutputs ? last - n : kTileOutputs;
     std::memset(sums, 0, sizeof(sums));
     for (int64_t from = 0; from < m.columns; from += kPanelColumns) {
       const int64_t to = from + kPanelColumns < m.columns ? from + kPanelColumns : m.columns;
+      const int64_t columns = whole_blocks(to - from);
       for (int i = 0; i < kTileOutputs; ++i) {
         // A row past the last is computed from the last one, and dropped.
-        expand_row(
-            m, n + (i < outputs ? i : outputs - 1), from, to, false, panel + i * kPanelColumns);
+        float* out = panel + i * kPanelStride;
+        expand_row(m, n + (i < outputs ? i : outputs - 1), from, to, false, out);
+        std::memset(out + to - from, 0, (columns - (to - from)) * sizeof(float));
       }
       for (int64_t row = 0; row < x.count; row += kTileRows) {
         const float* at[kTileRows];
         const int count = x.count - row < kTileRows ? x.count - row : kTileRows;
         for (int r = 0; r < count; ++r) {
-          at[r] = x.natural + x.row(row + r) * x.columns + from;
+          at[r] = x.natural + x.row(row + r) * x.stride + from;
         }
         multiply_tile(
-            count, at, panel, kPanelColumns, to - from, sums + row * kTileOutputs, kTileOutputs);
+            count, at, panel, kPanelStride, columns, sums + row * kTileOutputs, kTileOutputs);
       }
     }
     for (int64_t r = 0; r < x.count; ++r) {
@@ -303,6 +354,7 @@ void few(const MatrixView& m, const Rows& x, int64_t first, int64_t last, float*
 
 void prepare(const char* in, Float type, const float* norm, float eps, int64_t columns, float* out) {
   load_floats(in, type, 0, columns, out);
+  std::memset(out + columns, 0, (whole_blocks(columns) - columns) * sizeof(float));
   if (!norm) {
     return;
   }

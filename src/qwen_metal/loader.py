@@ -13,7 +13,7 @@ import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
 
 from . import routes as _routes
-from .models import attention, decoder, deltanet, moe
+from .models import attention, decode_step, decoder, deltanet, moe
 from .models.state import ATTRIBUTE, State
 from .policy import Policy
 from .routes import Unsupported
@@ -115,6 +115,7 @@ def restore(model: nn.Module) -> nn.Module:
         if ATTRIBUTE in vars(module):
             module.__class__ = type(module).__mro__[1]
             object.__delattr__(module, ATTRIBUTE)
+            vars(module).pop(decode_step.ATTRIBUTE, None)
     return model
 
 

@@ -84,6 +84,17 @@ def check(answer: mx.array, exact: np.ndarray, allowed: float) -> None:
         assert error_ratio(answer, exact) <= allowed, error_ratio(answer, exact)
 
 
+def near(answer: mx.array, exact: np.ndarray, columns: int) -> None:
+    """Assert each number, for a few of them at random, of which one may be the rest of a cancellation.
+
+    ``columns`` products of normal rows and weights as ``random_matrix`` makes them have the size
+    0.02 * sqrt(columns) by themselves.
+    """
+    unit = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 6e-3}[answer.dtype]
+    assert answer.shape == exact.shape, (answer.shape, exact.shape)
+    assert np.allclose(double(answer), exact, rtol=unit, atol=unit * 0.02 * np.sqrt(columns))
+
+
 def random_matrix(rng, shape, form, dtype=mx.bfloat16, bias=False, scale=0.02) -> Matrix:
     """A matrix of normal weights; ``form`` is an entry of QUANTISED or DENSE."""
     w = mx.array(rng.normal(0.0, scale, shape).astype(np.float32)).astype(dtype)

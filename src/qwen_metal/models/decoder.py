@@ -14,6 +14,7 @@ from ..ops.embed import embed
 from ..ops.matrix import Matrix
 from ..ops.projections import projections
 from ..routes import Unsupported
+from . import decode_step
 from .attention import GatedAttention, PlainAttention, attention
 from .deltanet import GatedDeltaNet, InterleavedGatedDeltaNet, gated_delta_net
 from .moe import Mlp, PlainMlp, PlainSparseMoe, SparseMoe, feed_forward
@@ -158,6 +159,10 @@ def language_model(module, inputs, cache=None, input_embeddings=None) -> mx.arra
     """Logits (B, T, V): the final norm folded into the head."""
     state = state_of(module)
     with routes.strict(state.strict):
+        if input_embeddings is None:
+            step = decode_step.logits(module, inputs, cache)
+            if step is not None:
+                return step
         inner = module.model
         try:
             check_plain(module)

@@ -40,17 +40,29 @@ def stock_gradient(
         return fast(*rebuild(values))
 
     @run.vjp
-    def backward(primals, cotangents, _):
+    def backward(primals, cotangents, outputs):
+        if isinstance(cotangents, mx.array):  # of a function with one output
+            cotangents = [cotangents]
+
         def of_floats(*floats):
             values = list(primals)
             for i, value in zip(floating, floats):
                 values[i] = value
-            return reference(*rebuild(values))
+            return _differentiable(reference(*rebuild(values)))
 
-        _, gradients = mx.vjp(of_floats, [primals[i] for i in floating], cotangents)
+        # Integer outputs have no gradient, and mx.vjp skips some of them by itself.
+        _, gradients = mx.vjp(
+            of_floats, [primals[i] for i in floating], _differentiable(cotangents, outputs)
+        )
         full = [mx.zeros_like(p) for p in primals]
         for i, gradient in zip(floating, gradients):
             full[i] = gradient
         return tuple(full)
 
     return run(*arrays)
+
+
+def _differentiable(values: Any, like: Any = None) -> list[mx.array]:
+    """The arrays of ``values`` whose counterpart in ``like`` (default: itself) is float."""
+    values, like = ([v] if isinstance(v, mx.array) else v for v in (values, values if like is None else like))
+    return [v for v, other in zip(values, like) if mx.issubdtype(other.dtype, mx.floating)]
