@@ -222,7 +222,8 @@ def _attention(engines, name, progress, tokens: int, length: int, bits: int) -> 
 
     def run(policy: Policy) -> mx.array:
         extra = {} if tokens == 1 else {"mask": "causal"}
-        return op(q, keys, values, scale, gate=gate, quantised=quantised, policy=policy, **extra)
+        # mlx-lm's quantised attention scales its queries in place: each call gets its own.
+        return op(mx.array(q), keys, values, scale, gate=gate, quantised=quantised, policy=policy, **extra)
 
     scheme = dict(scheme="affine", bits=bits, group_size=64) if quantised else {}
     for engine in engines:
