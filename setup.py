@@ -19,6 +19,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+NANOBIND_MARKER = "cmake/nanobind-config.cmake"
+MLX_MARKER = "share/cmake/MLX/MLXConfig.cmake"
 
 
 class NotBuilt(Exception):
@@ -59,8 +61,8 @@ class CMakeBuild(build_ext):
         return Path(self.build_lib, *package.split(".")).resolve()
 
     def build_with_cmake(self, target):
-        nanobind = find_package_folder("nanobind", "cmake/nanobind-config.cmake")
-        mlx = find_package_folder("mlx", "share/cmake/MLX/MLXConfig.cmake")
+        nanobind = find_package_folder("nanobind", NANOBIND_MARKER)
+        mlx = find_package_folder("mlx", MLX_MARKER)
         compiler = find_compiler()
         cmake, ninja = find_tool("cmake"), find_tool("ninja")
         arguments = [
@@ -68,8 +70,8 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_MAKE_PROGRAM={ninja}",
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DPython_EXECUTABLE={sys.executable}",
-            f"-Dnanobind_DIR={nanobind / 'cmake'}",
-            f"-DMLX_DIR={mlx / 'share/cmake/MLX'}",
+            f"-Dnanobind_DIR={(nanobind / NANOBIND_MARKER).parent}",
+            f"-DMLX_DIR={(mlx / MLX_MARKER).parent}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
         ]  # fmt: skip
         if sys.platform == "darwin":
@@ -80,18 +82,19 @@ class CMakeBuild(build_ext):
         arguments += shlex.split(os.environ.get("CMAKE_ARGS", ""))
 
         # Objects are kept between builds, but never across a change of what they were made with.
-        folder = Path(self.build_temp).resolve() / "cmake"
-        key = "\n".join([cmake, compiler, str(ROOT), str(mlx.stat().st_mtime_ns), *arguments])
+        # (An editable install gives a new temporary folder each time: there, build/ of the checkout.)
+        parent = ROOT / "build" if self.inplace else Path(self.build_temp).resolve()
+        folder = parent / f"cmake-{sys.implementation.cache_tag}"
+        installed = [str(f.stat().st_mtime_ns) for f in (mlx / MLX_MARKER, nanobind / NANOBIND_MARKER)]
+        key = "\n".join([cmake, compiler, str(ROOT), *installed, *arguments])
         if not (folder / "key").is_file() or (folder / "key").read_text() != key:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             (folder / "key").write_text(key)
 
-        log = run("CMake could not configure", [cmake, "-S", str(ROOT), "-B", str(folder), *arguments])
+        run("CMake could not configure", [cmake, "-S", str(ROOT), "-B", str(folder), *arguments])
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
-        log += run("the compile failed", [cmake, "--build", str(folder), "-j", jobs])
-        if self.verbose and os.environ.get("QWEN_METAL_BUILD_LOG"):
-            print(log)
+        run("the compile failed", [cmake, "--build", str(folder), "-j", jobs])
         version = re.findall(
             r"#define MLX_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", (mlx / "include/mlx/version.h").read_text()
         )
@@ -170,7 +173,6 @@ def run(what, command):
         lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
         first = next((line for line in lines if re.search(r"\berror\b", line, re.I)), lines[-1] if lines else "")
         raise NotBuilt(f"{what}: {first[:200]}", log="\n".join(lines[-60:]))
-    return done.stdout
 
 
 setup(

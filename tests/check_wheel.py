@@ -53,7 +53,7 @@ class Steps:
         seconds = round(time.monotonic() - start, 1)
         text = log.read_text(errors="replace").strip()
         ok = status == 0 and (silent or bool(text))  # a command that says nothing has shown nothing
-        detail = text.splitlines()[-1].strip() if text else ""
+        detail = text.splitlines()[-1].strip() if text and not silent else ""
         self.rows.append({"name": name, "ok": ok, "status": status, "seconds": seconds, "detail": detail})
         print(f"{'ok' if ok else f'FAILED ({status}; {log})'}  {seconds} s  {detail[:100]}", flush=True)
         return ok

@@ -187,7 +187,10 @@ def check_checkpoint(path: Path, model_config: Optional[dict] = None) -> None:
         raise FileNotFoundError(f"no weights (model*.safetensors) in {path}")
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        named = set(json.loads(index.read_text()).get("weight_map", {}).values())
+        try:
+            named = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index} is no index of weights") from None
         missing = sorted(named - {f.name for f in files})
         if missing:
             raise FileNotFoundError(f"{path} lacks {missing[0]}, named in {index.name}")
@@ -205,8 +208,8 @@ def _check_safetensors(file: Path) -> None:
             raise ValueError(f"{file} is truncated or no safetensors file ({size} bytes)")
         try:
             header = json.loads(stream.read(length))
-            ends = [t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError):
+            ends = [int(t["data_offsets"][1]) for n, t in header.items() if n != "__metadata__"]
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             raise ValueError(f"{file} has a damaged safetensors header") from None
     wanted = 8 + length + max(ends, default=0)
     if size < wanted:

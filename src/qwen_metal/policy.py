@@ -9,6 +9,9 @@ from typing import Any, Mapping, Optional
 #: Backends a field can act on.
 BACKENDS = ("cpu", "metal", "cuda")
 
+#: What the wiring itself acts on, whatever the backend.
+EVERYWHERE = BACKENDS
+
 
 def _choice(
     default: Any,
@@ -43,14 +46,14 @@ class Policy:
         ("auto", "stock"),
         "fused kernels where supported, or the stock path everywhere",
         control="stock",
-        on=("cpu", "metal", "cuda"),
+        on=EVERYWHERE,
     )
     numerics: str = _choice(
         "precise",
         ("precise", "match"),
         "float32 to each operation's output, or rounded wherever mlx-lm rounds",
         control="match",
-        on=("cpu", "metal", "cuda"),
+        on=EVERYWHERE,
     )
     prefill_chunk: int = _choice(
         2048,
@@ -58,19 +61,21 @@ class Policy:
         "longest piece of a prompt in one pass, state carried across; 0: whole",
         unit="tokens",
         control=0,
-        on=("cpu", "metal", "cuda"),
+        on=EVERYWHERE,
     )
     expert_weights: str = _choice(
         "in_tile",
         ("in_tile", "array"),
         "dequantise inside the grouped GEMM, or expand an array of weights first",
         control="array",
+        on=EVERYWHERE,
     )
     routing: str = _choice(
         "device",
         ("device", "host"),
         "routing plan built where the model runs, or read back by the host",
         control="host",
+        on=EVERYWHERE,
     )
     tile_rows: int = _choice(
         0,
@@ -93,6 +98,7 @@ class Policy:
         ("registers", "memory", "chunk"),
         "recurrent state in registers, through memory, or by chunks",
         control="memory",
+        on=EVERYWHERE,
     )
     delta_step_launches: int = _choice(
         1, (1, 2), "launches of the one-token recurrence", unit="launches", control=2
@@ -116,22 +122,32 @@ class Policy:
         control="serial",
     )
     fuse_gate_up: bool = _choice(
-        True, (True, False), "gate, up and SwiGLU in one launch", control=False
+        True,
+        (True, False),
+        "gate, up and SwiGLU in one launch",
+        control=False,
+        on=EVERYWHERE,
     )
     fuse_down_combine: bool = _choice(
         True,
         (True, False),
         "down projection, scores, shared expert and residual in one launch",
         control=False,
+        on=EVERYWHERE,
     )
     fuse_qk_prepare: bool = _choice(
-        True, (True, False), "query/key norm and RoPE in one launch", control=False
+        True,
+        (True, False),
+        "query/key norm and RoPE in one launch",
+        control=False,
+        on=EVERYWHERE,
     )
     fuse_delta_norm: bool = _choice(
         True,
         (True, False),
         "recurrent update and output norm in one launch",
         control=False,
+        on=EVERYWHERE,
     )
     kv_reads: str = _choice(
         "coalesced",

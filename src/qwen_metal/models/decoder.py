@@ -7,6 +7,7 @@ from typing import Any, Optional
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5, qwen3_moe, qwen3_next
+from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, QuantizedKVCache
 
 from .. import routes
@@ -18,7 +19,7 @@ from . import decode_step
 from .attention import GatedAttention, PlainAttention, attention
 from .deltanet import GatedDeltaNet, InterleavedGatedDeltaNet, gated_delta_net
 from .moe import Mlp, PlainMlp, PlainSparseMoe, SparseMoe, feed_forward
-from .state import FROM_CACHE, check_plain, norm_of, state_of, stock_class
+from .state import FROM_CACHE, check_plain, is_fused, norm_of, state_of, stock_class
 
 #: Caches whose state carries over a prompt cut anywhere.
 CHUNKABLE = (KVCache, QuantizedKVCache, BatchKVCache, ArraysCache)
@@ -105,15 +106,35 @@ BODIES = (Body, NextBody, MoeBody)
 
 def layer(module: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
     """One decoder layer on x (B, T, D); ``mask`` as mlx-lm's, or FROM_CACHE."""
-    norm = module.input_layernorm
-    if getattr(module, "is_linear", False):
-        h = gated_delta_net(module.linear_attn, x, norm, x, mask, cache)
+    norm, linear = module.input_layernorm, _is_linear(module)
+    block = module.linear_attn if linear else module.self_attn
+    if is_fused(block):
+        h = (gated_delta_net if linear else attention)(block, x, norm, x, mask, cache)
     else:
-        h = attention(module.self_attn, x, norm, x, mask, cache)
-    # A feed-forward class of another kind (a user's own) is called as it is.
-    if type(module.mlp) not in (SparseMoe, PlainSparseMoe, Mlp, PlainMlp):
-        return h + module.mlp(module.post_attention_layernorm(h))
-    return feed_forward(module.mlp, h, module.post_attention_layernorm, h)
+        routes.stock("deltanet" if linear else "attention", _own_class(block))
+        h = x + block(norm(x), _stock_mask(module, x, mask, cache), cache)
+    norm, block = module.post_attention_layernorm, module.mlp
+    if is_fused(block):
+        return feed_forward(block, h, norm, h)
+    routes.stock("moe", _own_class(block))
+    return h + block(norm(h))
+
+
+def _own_class(block: Any) -> str:
+    """The reason why a module that is not ours, a user's own, is called as it is."""
+    return f"a {type(block).__name__} is called as it is"
+
+
+def _is_linear(module: Any) -> bool:
+    """Whether a layer is a Gated DeltaNet one; Qwen3-MoE's layers do not say."""
+    return getattr(module, "is_linear", False)
+
+
+def _stock_mask(module: Any, x: mx.array, mask: Any, cache: Any) -> Any:
+    """The mask mlx-lm would pass to a layer or its block."""
+    if mask is not FROM_CACHE:
+        return mask
+    return (create_ssm_mask if _is_linear(module) else create_attention_mask)(x, cache)
 
 
 def hidden(
@@ -139,7 +160,12 @@ def hidden(
     outputs = []
     for piece in pieces:
         for one, c in zip(layers, cache):
-            piece = layer(one, piece, FROM_CACHE, c)
+            if is_fused(one):
+                piece = layer(one, piece, FROM_CACHE, c)
+            else:
+                routes.stock("layer", _own_class(one))
+                mask = _stock_mask(one, piece, FROM_CACHE, c)
+                piece = one(piece, mask=mask, cache=c)
         outputs.append(piece)
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
 
@@ -148,8 +174,9 @@ def body(module, inputs, cache=None, input_embeddings=None) -> mx.array:
     """The body with its final norm (B, T, D)."""
     state = state_of(module)
     with routes.strict(state.strict):
-        if module.pipeline_size > 1:
-            # The pieces between the ranks are mlx-lm's; its layers are ours.
+        if module.pipeline_size > 1 or module.training:
+            # The pieces between the ranks, and gradient checkpoints (which replace
+            # a layer's __call__), are mlx-lm's; the layers that it calls are ours.
             extra = () if isinstance(module, NextBody) else (input_embeddings,)
             return stock_class(module).__call__(module, inputs, cache, *extra)
         return module.norm(hidden(module, inputs, cache, input_embeddings))
@@ -166,6 +193,8 @@ def language_model(module, inputs, cache=None, input_embeddings=None) -> mx.arra
         inner = module.model
         try:
             check_plain(module)
+            if not is_fused(inner):
+                raise Unsupported(_own_class(inner))
             if inner.pipeline_size > 1:
                 raise Unsupported("a pipelined model takes the stock path")
             tied = module.args.tie_word_embeddings
@@ -182,6 +211,7 @@ def language_model(module, inputs, cache=None, input_embeddings=None) -> mx.arra
 def _embedded(table: nn.Module, inputs: mx.array, policy) -> mx.array:
     """Embedding rows (B, T, D), by the stock module where it is of another kind."""
     try:
+        check_plain(table)
         return embed(inputs, Matrix.of(table), policy)
     except Unsupported as error:
         routes.stock("embed", str(error))

@@ -72,7 +72,7 @@ def _recurrence(qkv, z, b, a, w, mask, cache, policy) -> mx.array:
     conv_state = state = lengths = None
     if cache is not None:
         conv_state, state, lengths = cache[0], cache[1], cache.lengths
-    if T == 1 and mask is FROM_CACHE:
+    if T == 1 and mask is FROM_CACHE and policy.fuse_delta_norm:
         padding = None if cache is None else cache.left_padding
         y, conv_state, state = gated_delta_step(
             qkv, z, b, a, conv_state, state, w, padding, lengths, policy

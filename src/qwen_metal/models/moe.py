@@ -15,7 +15,7 @@ from ..ops.grouped_qmm import gather_sum, grouped_qmm
 from ..ops.matrix import Matrix, Norm, rms_norm
 from ..ops.moe_decode import MAX_ROWS, Experts, Shared, moe_decode
 from ..ops.projections import projections
-from ..ops.route_plan import route_plan
+from ..ops.route_plan import plan_on_host, route_plan
 from ..ops.route_topk import route_topk
 from ..routes import Unsupported
 from .state import check_plain, norm_of, state_of, stock_class
@@ -106,7 +106,9 @@ def _sparse(block, x, weights, residual, policy) -> mx.array:
     norm, first, experts, shared_down = weights
     if x.shape[0] == 0:
         return x
-    decode = x.shape[0] <= MAX_ROWS
+    # The unfused controls have no one-launch form, so they take the grouped path.
+    fused = policy.fuse_gate_up and policy.fuse_down_combine
+    decode = x.shape[0] <= MAX_ROWS and fused
     if not decode:
         x, norm = _normalised(x, norm), None
     logits, *shared_in = projections(x, first, norm, dtype=mx.float32, policy=policy)
@@ -119,10 +121,28 @@ def _sparse(block, x, weights, residual, policy) -> mx.array:
         gate_logit, gate, up = shared_in
         shared = projections(swiglu(gate, up), [shared_down], policy=policy)[0]
         shared = mx.sigmoid(gate_logit) * shared
-    plan = route_plan(ids, experts.gate.weight.shape[0], policy.tile_rows or 32, policy)
-    activation = grouped_qmm(x, (experts.gate, experts.up), plan, policy=policy)
-    y = grouped_qmm(activation, (experts.down,), plan, scores, policy)
-    return gather_sum(y, plan, shared, residual, x.dtype, policy)
+    return _grouped(x, experts, ids, scores, shared, residual, policy)
+
+
+def _grouped(x, experts, ids, scores, shared, residual, policy) -> mx.array:
+    """Routed experts of many rows (R, D), and the sum over a token's experts."""
+    make_plan = plan_on_host if policy.routing == "host" else route_plan
+    plan = make_plan(ids, experts.gate.weight.shape[0], policy.tile_rows or 32, policy)
+    if policy.expert_weights == "array":
+        experts = Experts(*(Matrix(m.dequantised(x.dtype), bias=m.bias) for m in experts))
+    if policy.fuse_gate_up:
+        activation = grouped_qmm(x, (experts.gate, experts.up), plan, policy=policy)
+    else:
+        parts = [grouped_qmm(x, (m,), plan, policy=policy) for m in experts[:2]]
+        activation = swiglu(*parts)
+    if policy.fuse_down_combine:
+        y = grouped_qmm(activation, (experts.down,), plan, scores, policy)
+        return gather_sum(y, plan, shared, residual, x.dtype, policy)
+    y = grouped_qmm(activation, (experts.down,), plan, policy=policy)
+    y = y * scores.reshape(-1)[plan.order][:, None]
+    y = gather_sum(y, plan, policy=policy)
+    y = y if shared is None else y + shared
+    return (y if residual is None else residual + y).astype(x.dtype)
 
 
 def _dense(x, weights, residual, policy) -> mx.array:

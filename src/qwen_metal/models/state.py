@@ -25,6 +25,11 @@ class State:
     strict: bool
 
 
+def is_fused(module: Any) -> bool:
+    """Whether ``accelerate`` gave this very module a fused forward."""
+    return ATTRIBUTE in getattr(module, "__dict__", ())
+
+
 def state_of(module: nn.Module) -> State:
     """The settings ``accelerate`` left on this module."""
     return getattr(module, ATTRIBUTE)

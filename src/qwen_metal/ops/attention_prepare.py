@@ -66,6 +66,8 @@ def supported(
     q: mx.array, rope: Rope, policy: Policy = DEFAULT
 ) -> Optional[str]:
     """None, or why no fast route serves this call."""
+    if not policy.fuse_qk_prepare:
+        return "policy: fuse_qk_prepare=False"
     if rope.base is None:
         return f"{type(rope.module).__name__} has no fused kernel"
     return cpu.missing("attention_prepare", policy)

@@ -45,6 +45,8 @@ def supported(
     policy: Policy = DEFAULT,
 ) -> Optional[str]:
     """None, or why no fast route serves this call."""
+    if policy.delta_scan == "memory":
+        return "policy: delta_scan='memory'"
     return cpu.missing("gated_delta_scan", policy)
 
 
@@ -83,6 +85,8 @@ def gated_delta_scan(
         routes.fast("gated_delta_scan", "cpu")
         return cpu.gated_delta_scan(q, k, v, g, beta, state, mask)
     routes.stock("gated_delta_scan", reason)
+    if policy.delta_scan == "memory":
+        return reference(q, k, v, g, beta, state, mask, numerics="match")
     return stock(q, k, v, g, beta, state, mask)
 
 

@@ -22,7 +22,8 @@ def reference(
 ) -> mx.array:
     """The meaning in MLX operations; ``match`` is what mlx-lm computes."""
     if numerics == "match":
-        return precise_swiglu(y, z, mx.fast.rms_norm(y, norm.weight, norm.eps))
+        h = precise_swiglu(y, z, mx.fast.rms_norm(y, norm.weight, norm.eps))
+        return h.astype(dtype or y.dtype)
     h = mx.fast.rms_norm(
         y.astype(mx.float32), norm.weight.astype(mx.float32), norm.eps
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, Callable, Sequence
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
 
 
 def stock_gradient(
@@ -18,22 +17,20 @@ def stock_gradient(
     """``fast(*arguments)``, differentiable as ``reference(*arguments)``.
 
     Args:
-        fast: the fused route; takes the arguments, returns a list of arrays.
+        fast: the fused route; takes the arguments, returns an array or several.
         reference: plain MLX operations of the same meaning and outputs.
-        arguments: trees of arrays (None and numbers may stand in them).
+        arguments: arrays, and tuples, named tuples, lists and dicts of them;
+            anything else in them (None, a number, a module) is handed on.
 
-    Packed integer weights get a zero gradient, as they have none.
+    Packed integer weights get a zero gradient, and integer outputs hand none on.
     """
-    leaves = tree_flatten(list(arguments))
-    where = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, mx.array)]
-    arrays = [leaves[i][1] for i in where]
-    floating = [i for i, a in enumerate(arrays) if mx.issubdtype(a.dtype, mx.floating)]
+    arrays: list[mx.array] = []
+    _mapped(arguments, arrays.append)
+    floating = _floating(arrays)
 
     def rebuild(values):
-        filled = list(leaves)
-        for i, value in zip(where, values):
-            filled[i] = (filled[i][0], value)
-        return tree_unflatten(filled)
+        following = iter(values)
+        return _mapped(arguments, lambda _: next(following))
 
     @mx.custom_function
     def run(*values):
@@ -41,28 +38,54 @@ def stock_gradient(
 
     @run.vjp
     def backward(primals, cotangents, outputs):
-        if isinstance(cotangents, mx.array):  # of a function with one output
-            cotangents = [cotangents]
+        primals, cotangents = _several(primals), _several(cotangents)
+        # mx.vjp pairs no cotangent with an output of stop_gradient: an integer output
+        # among the others would shift theirs by one.
+        kept = _floating(_several(outputs))
 
         def of_floats(*floats):
             values = list(primals)
             for i, value in zip(floating, floats):
                 values[i] = value
-            return _differentiable(reference(*rebuild(values)))
+            results = _several(reference(*rebuild(values)))
+            return [results[i] for i in kept]
 
-        # Integer outputs have no gradient, and mx.vjp skips some of them by itself.
         _, gradients = mx.vjp(
-            of_floats, [primals[i] for i in floating], _differentiable(cotangents, outputs)
+            of_floats, [primals[i] for i in floating], [cotangents[i] for i in kept]
         )
         full = [mx.zeros_like(p) for p in primals]
         for i, gradient in zip(floating, gradients):
             full[i] = gradient
-        return tuple(full)
+        return tuple(full) if len(full) > 1 else full[0]
 
-    return run(*arrays)
+    outputs = run(*arrays)
+    if isinstance(outputs, mx.array):
+        return _constant_if_integer(outputs)
+    return [_constant_if_integer(o) for o in outputs]
 
 
-def _differentiable(values: Any, like: Any = None) -> list[mx.array]:
-    """The arrays of ``values`` whose counterpart in ``like`` (default: itself) is float."""
-    values, like = ([v] if isinstance(v, mx.array) else v for v in (values, values if like is None else like))
-    return [v for v, other in zip(values, like) if mx.issubdtype(other.dtype, mx.floating)]
+def _floating(arrays: Sequence[mx.array]) -> list[int]:
+    """Places of the floating-point arrays."""
+    return [i for i, a in enumerate(arrays) if mx.issubdtype(a.dtype, mx.floating)]
+
+
+def _constant_if_integer(x: mx.array) -> mx.array:
+    """Expert numbers are no function to differentiate, and a gather's vjp refuses them."""
+    return x if mx.issubdtype(x.dtype, mx.floating) else mx.stop_gradient(x)
+
+
+def _several(arrays: Any) -> list[mx.array]:
+    """A list: of one argument or output mlx hands over the bare array."""
+    return [arrays] if isinstance(arrays, mx.array) else list(arrays)
+
+
+def _mapped(tree: Any, change: Callable) -> Any:
+    """The same tree, named tuples included, with ``change`` of each array in its place."""
+    if isinstance(tree, mx.array):
+        return change(tree)
+    if type(tree) is dict:
+        return {name: _mapped(value, change) for name, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        parts = [_mapped(value, change) for value in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree

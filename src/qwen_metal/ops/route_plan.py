@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Optional
 
 import mlx.core as mx
+import numpy as np
 
 from .. import routes
 from ..kernels import cpu
@@ -108,3 +109,29 @@ def route_plan(
         return cpu.route_plan(ids, num_experts, tile_rows)
     routes.stock("route_plan", reason)
     return reference(ids, num_experts, tile_rows)
+
+
+def plan_on_host(
+    ids: mx.array, num_experts: int, tile_rows: int = 32, policy: Policy = DEFAULT
+) -> Plan:
+    """``route_plan`` by reading the ids back: the control ``routing="host"``.
+
+    Arguments and result are those of ``route_plan``. Waits for the device once.
+    """
+    routes.fast("route_plan", "host")
+    top_k, flat = ids.shape[-1], np.array(ids).reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(flat.size)
+    counts = np.bincount(flat, minlength=num_experts)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    blocks = np.full((block_bound(flat.size, num_experts, tile_rows), 2), flat.size)
+    blocks[:, 0] = SENTINEL
+    starts = [
+        (expert, start)
+        for expert in np.flatnonzero(counts)
+        for start in range(offsets[expert], offsets[expert + 1], tile_rows)
+    ]
+    blocks[: len(starts)] = np.array(starts).reshape(-1, 2)
+    arrays = (order, inverse, flat[order], offsets, blocks)
+    return Plan(*(mx.array(a.astype(np.uint32)) for a in arrays), top_k, tile_rows)

@@ -1,0 +1,1 @@
+"""Evidence that a user can run again: measurements, each against stock mlx-lm."""
