@@ -6,7 +6,6 @@ import mlx.core as mx
 import pytest
 
 from qwen_metal import cli, routes
-from qwen_metal.commands import accuracy, agree, limits
 
 
 @dataclass
@@ -27,10 +26,8 @@ class Ended:
 
 
 @pytest.fixture
-def command(capsys, monkeypatch):
+def command(capsys):
     """``command(*arguments)``: the command in this process; the default device is left as it was."""
-    missing = [m for m in (accuracy, agree, limits) if m not in cli.COMMANDS]
-    monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, *missing))
     device = mx.default_device()
 
     def call(*arguments):

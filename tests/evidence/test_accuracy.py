@@ -155,7 +155,7 @@ def test_a_third_of_the_published_grid_meets_its_bounds():
     rows = list(grid.run(grid.cases(third=True), ["qwen_metal"], "cpu"))
     assert {row["route"] for row in rows} == {"cpu"}
     assert not judged(rows)
-    assert all(row["rel_rmse"] < 5e-7 for row in rows if row["path"] == "control_float32")
+    assert all(row["rel_rmse"] < 1e-6 for row in rows if row["path"] == "control_float32")
     assert not any(row["sampled"] for row in rows)
 
 
