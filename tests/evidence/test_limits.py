@@ -13,7 +13,7 @@ from qwen_metal.evidence import common, limits
 def small(monkeypatch):
     """Sizes of a few seconds; figures from them mean nothing."""
     with common.on_device(mx.cpu):
-        small = {"STREAM": 1 << 20, "QKV": 256, "EXPERTS": 16, "ROWS": 16, "SCAN_TOKENS": 9}
+        small = {"STREAM": 1 << 20, "PASS": 1 << 18, "QKV": 256, "EXPERTS": 16, "ROWS": 16, "SCAN_TOKENS": 9}
         for name, value in {**small, "PROMPT_TOKENS": 33, "CONTEXTS": (64, 300)}.items():
             monkeypatch.setattr(limits, name, value)
         yield

@@ -178,12 +178,17 @@ class Pack:
         )
 
     def exact(self, experts: Sequence[int]) -> Iterator[np.ndarray]:
-        """Each expert's dequantised weights in float64, flat; the next ones' are computed meanwhile."""
+        """Each expert's dequantised weights in float64, flat; the next ones' are computed meanwhile.
+
+        All in one buffer: what was yielded is overwritten by what comes next.
+        """
         lazy = [mx.flatten(one_expert(self.matrix("gate_up"), e).dequantised()) for e in experts]
+        buffer = np.empty(self.sizes.inner * self.sizes.hidden)
         for number in range(len(lazy)):
             mx.async_eval(lazy[number : number + 2])
-            yield float64(lazy[number])
+            np.copyto(buffer, np.asarray(lazy[number]))
             lazy[number] = None
+            yield buffer
 
     def before(self, expert: int) -> np.ndarray:
         """An expert's weights before quantisation in float64, flat."""
@@ -191,14 +196,18 @@ class Pack:
 
 
 def _quantise(base: mx.array, scheme: Scheme) -> list[mx.array]:
-    """``mx.quantize`` of all experts; on a CPU two streams share the work, as one uses one core."""
+    """``mx.quantize`` of all experts, two at a time on two streams: on a CPU one stream is one core.
+
+    Not all at once: mxfp4's intermediate arrays are 8 times the weights.
+    """
     form = dict(group_size=scheme.group_size, bits=scheme.bits, mode=scheme.mode)
-    if mx.default_device() != mx.cpu or base.shape[0] < 2:
-        return list(mx.quantize(base, **form))
-    streams, half = [mx.new_stream(mx.cpu) for _ in range(2)], base.shape[0] // 2
-    parts = [mx.quantize(part, **form, stream=s) for part, s in zip((base[:half], base[half:]), streams)]
-    mx.eval(parts)
-    return [mx.concatenate(pair) for pair in zip(*parts)]
+    streams = [mx.new_stream(mx.default_device()) for _ in range(2)]
+    parts = []
+    for first in range(0, len(base), 2):
+        pair = [mx.quantize(w, **form, stream=s) for w, s in zip(base[first : first + 2], streams)]
+        mx.eval(pair)
+        parts += pair
+    return [mx.stack(arrays) for arrays in zip(*parts)]
 
 
 def one_expert(m: Matrix, expert: int) -> Matrix:

@@ -6,6 +6,7 @@ arithmetic removed: the same bytes of the same arrays, only read.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +31,9 @@ from .bench import environment, usable_cores
 from .common import Progress, interruptible, route_of
 from .grid import SPREAD
 
-#: Bytes of the array whose read is timed: several times any last-level cache.
-STREAM = 512 << 20
+#: Bytes that are read in turn, several times any last-level cache; and in one timed pass, short
+#: enough that some passes are not disturbed.
+STREAM, PASS = 512 << 20, 64 << 20
 
 #: Bytes the extension's read kernel prefetches ahead; the best one counts.
 AHEAD = (0, 512, 1024, 2048)
@@ -72,13 +74,16 @@ def machine_limits(seconds: float) -> dict[str, Any]:
     module = extension.load()
     if mx.default_device() != mx.cpu:
         return {**_device_limits(seconds), "by": "mx.sum over 512 MiB and a bfloat16 matmul of 4,096"}
-    stream = mx.zeros((STREAM // 4,), mx.float32) + 1
-    mx.eval(stream)
+    parts = [mx.full((PASS // 4,), 1.0) for _ in range(STREAM // PASS)]
+    mx.eval(parts)
+    turns = itertools.cycle(parts)
     if module is None:
-        view = np.asarray(stream)
-        read = _best(lambda: STREAM / _timed(lambda: _numpy_read([view])), seconds)
+        views = itertools.cycle([np.asarray(part) for part in parts])
+        read = _best(lambda: PASS / _timed(lambda: _numpy_read([next(views)])), seconds)
         return {"read": read, "matrix": _numpy_matrix(seconds), "by": "numpy (the extension is not there)"}
-    read = max(_best(lambda: module.read_bandwidth(stream, ahead), seconds / len(AHEAD)) for ahead in AHEAD)
+    read = max(
+        _best(lambda: module.read_bandwidth(next(turns), ahead), seconds / len(AHEAD)) for ahead in AHEAD
+    )
     return {"read": read, "matrix": _best(module.fma_peak, seconds), "by": "the extension's own loops"}
 
 
