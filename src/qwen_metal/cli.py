@@ -11,12 +11,12 @@ import sys
 from typing import NoReturn, Optional, Sequence
 
 from . import __version__
-from .commands import bench, chat, doctor, generate, serve
+from .commands import accuracy, agree, bench, chat, doctor, generate, limits, serve
 from .commands.common import UserError
 from .commands.output import one_line, say
 from .routes import Unsupported
 
-COMMANDS = (generate, chat, serve, bench, doctor)
+COMMANDS = (generate, chat, serve, bench, accuracy, agree, limits, doctor)
 
 #: Exit statuses: bad input, Ctrl-C, and a reader that left (as a shell shows SIGPIPE).
 BAD_INPUT, INTERRUPTED, NO_READER = 2, 130, 141
