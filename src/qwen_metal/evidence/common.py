@@ -15,7 +15,8 @@ from typing import Any, Callable, Iterator, Optional, Sequence
 import mlx.core as mx
 import numpy as np
 
-from ..commands.common import UserError, backend
+from ..commands.common import UserError
+from ..loader import backend
 from ..commands.output import say, write_json
 
 #: Bytes that must be free where a result is to be written.
