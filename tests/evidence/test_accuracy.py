@@ -317,7 +317,7 @@ def test_an_old_result_is_checked_before_the_work(command, tmp_path, monkeypatch
     monkeypatch.setattr(grid, "run", None)
     file = tmp_path / "old.json"
     assert "No such file" in command("accuracy", "--compare", file).complaint
-    for text, words in (("{", "Expecting"), ("[]", "no result of qwen-metal accuracy"), ('{"command": "agree"}', "no result")):
+    for text, words in (("{", "is no JSON"), ("[]", "no result of qwen-metal accuracy"), ('{"command": "agree"}', "no result")):
         file.write_text(text)
         assert words in command("accuracy", "--compare", file).complaint
 

@@ -126,5 +126,5 @@ def _print(value: dict[str, Any]) -> None:
     show(["", other, "qwen_metal", "float32 reference"], agree.lines(value), title)
     print(f"nearer to the float32 reference: {value['nearer_to_ref'] or 'not measured'}")
     print(routes_line(value["routes"]), flush=True)
-    if fast_share(value["routes"]) == 0:
+    if value["routes"] and fast_share(value["routes"]) == 0:
         say("no fused kernel ran: qwen_metal was served by stock code throughout")

@@ -306,7 +306,9 @@ def lines(value: dict[str, Any]) -> list[list[str]]:
     def text(x: Optional[float], form: str) -> str:
         return "-" if x is None else format(x, form)
 
-    v = value
+    v, parted = value, "none" if value["continuations"] else "-"
+    if value["first_divergence"] is not None:
+        parted = str(value["first_divergence"])
     return [
         ["perplexity", text(v["ppl_stock"], ".5f"), text(v["ppl_ours"], ".5f"), text(v["ppl_ref"], ".5f")],
         ["KL from the reference", text(v["kl_ref_stock"], ".3e"), text(v["kl_ref_ours"], ".3e"), "0"],
@@ -315,7 +317,7 @@ def lines(value: dict[str, Any]) -> list[list[str]]:
         ["KL from the other, mean", "-", text(v["kl_mean"], ".3e"), "-"],
         ["KL from the other, largest", "-", text(v["kl_max"], ".3e"), "-"],
         ["continuations that end in a loop", text(v["loop_rate_stock"], ".0%"), text(v["loop_rate_ours"], ".0%"), "-"],
-        ["first differing greedy token", "-", "none" if v["first_divergence"] is None else str(v["first_divergence"]), "-"],
+        ["first differing greedy token", "-", parted, "-"],
     ]  # fmt: skip
 
 

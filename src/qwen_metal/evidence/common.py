@@ -166,6 +166,10 @@ def read_result(name: str, path: Path) -> dict[str, Any]:
         check_result(name, value)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8, so no result of qwen-metal {name}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is no JSON: {error}") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     return value
