@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 EXTRAS ?= $(if $(filter Linux,$(shell uname -s)),cpu)
-PROMPT ?= Once upon a time
+PROMPT ?= The garbage collector
 MAX_TOKENS ?= 64
 
 comma := ,
