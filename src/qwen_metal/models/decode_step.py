@@ -84,6 +84,8 @@ def capture(module: nn.Module) -> "Step":
     step = Step(module)
     try:
         policy = state_of(module).policy
+        if step.ext is None:
+            raise Unsupported("no extension")
         if not isinstance(module, qwen3_5.TextModel) or not _captures(policy):
             raise Unsupported("another family, or another policy")
         for reason in (cpu.missing(op, policy) for op in OPS):
