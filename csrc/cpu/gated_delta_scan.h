@@ -158,8 +158,8 @@ inline void scan(const ScanHead& h, float* scratch) {
       pending = {a * back, b * back};
       k_before = k;
     }
-    // A pass without products adds what the last token left.
-    for (int i = 0; i < h.Dk; ++i) {
+    // A pass without products adds what the last token left; no token, no key to read.
+    for (int i = 0; h.tokens > 0 && i < h.Dk; ++i) {
       float* at = s + size_t(i) * scan_rows;
       Vec before = Vec::of(k_before[i]);
       fma(pending.a, before, Vec::load(at)).store(at);
