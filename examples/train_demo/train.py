@@ -17,7 +17,6 @@ state.pt (to resume), weights-*.safetensors (bf16, A_log fp32), loss.csv.
 import argparse
 import csv
 import json
-import math
 import pathlib
 import time
 

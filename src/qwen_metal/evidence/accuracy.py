@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import Any, Iterator, Optional, Sequence
 
-import mlx.core as mx
-
 from ..commands.common import UserError
 from . import grid, upstream, wide
 from .bench import environment
